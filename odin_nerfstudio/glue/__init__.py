@@ -1,0 +1,1 @@
+"""Where Odin plugs into nerfstudio: model, pipeline, data manager, trainer, and the compatibility patches."""

@@ -1,0 +1,1 @@
+"""Ahead-of-time planning: tracks, Relative Locality Graph, schedule. Imports neither nerfstudio nor torch.distributed."""

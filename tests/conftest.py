@@ -1,0 +1,22 @@
+"""Shared fixtures. One thread per process, so that tests do not compete for the machine's cores."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import pytest  # noqa: E402  (after the environment is set)
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def captures() -> Path:
+    """Folder of small real captures: ``$ODIN_CAPTURES``, or ``shared/data`` beside the repository."""
+    folder = Path(os.environ.get("ODIN_CAPTURES", REPOSITORY.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"no captures at {folder}; set ODIN_CAPTURES to a folder of COLMAP captures to run this test")
+    return folder

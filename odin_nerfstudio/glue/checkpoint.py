@@ -112,8 +112,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"checkpoint {path} does not exist")
     allowed: list[Any] = [np.dtype, *{type(np.dtype(t)) for t in ("f4", "f8", "i4", "i8")}]
-    scalar = getattr(getattr(np, "_core", None) or np.core, "multiarray").scalar
-    allowed += [scalar, (scalar, "numpy.core.multiarray.scalar")]
+    allowed.append(np.core.multiarray.scalar)  # type: ignore[attr-defined]
     try:
         with torch.serialization.safe_globals(allowed):
             return torch.load(path, map_location="cpu", weights_only=True)

@@ -54,7 +54,7 @@ class OdinSplatfactoModel(SplatfactoModel):
 
     def populate_modules(self) -> None:
         """Builds splatfacto's modules; the seed colours, which it moves to CUDA, are filled in here."""
-        self.task = (0, 0, 0)
+        self.task: tuple[int, int, int] = (0, 0, 0)
         seed_points = self.seed_points
         has_colors = seed_points is not None and not self.config.random_init and len(seed_points[1]) > 0
         if seed_points is not None and has_colors:
@@ -130,9 +130,8 @@ class OdinSplatfactoModel(SplatfactoModel):
 
         background = self._get_background_color()
         rgb = torch.clamp(render[..., :3] + (1 - alpha) * background, 0.0, 1.0)
-        if self.config.use_bilateral_grid and self.training:
-            if camera.metadata is not None and "cam_idx" in camera.metadata:
-                rgb = self._apply_bilateral_grid(rgb, camera.metadata["cam_idx"], height, width)
+        if self.config.use_bilateral_grid and self.training and "cam_idx" in (camera.metadata or {}):
+            rgb = self._apply_bilateral_grid(rgb, camera.metadata["cam_idx"], height, width)  # type: ignore[index]
         depth = None
         if with_depth:
             depth = render[..., 3:4]
@@ -259,7 +258,7 @@ class OdinSplatfactoModel(SplatfactoModel):
 
     def resume_state(self) -> dict[str, Any]:
         """What a checkpoint must hold beyond parameters and optimizers to go on exactly: the strategy's state."""
-        return {"strategy": {k: v for k, v in self.strategy_state.items()}}
+        return {"strategy": dict(self.strategy_state)}
 
     def load_resume_state(self, state: dict[str, Any]) -> None:
         """Takes back what :meth:`resume_state` gave."""

@@ -165,9 +165,10 @@ def _decode(path: Path, image: Image.Image) -> Image.Image:
     """Convert to mode RGB or RGBA with 8 bits per channel."""
     if _is_16_bit_grey(image):
         return Image.fromarray(_grey_16_to_8(_array(path, image), image)).convert("RGB")
+    raw_mode = _raw_mode(image)  # gone after loading
     try:
         image.load()
-        if _raw_mode(image).startswith(("RGB;16", "RGBA;16", "LA;16")):
+        if raw_mode.startswith(("RGB;16", "RGBA;16", "LA;16")):
             return Image.fromarray(_read_16_bit_colour(path))
         if image.mode == "La":
             return image.convert("LA").convert("RGBA")

@@ -1,0 +1,1 @@
+"""Procedural captures: geometry, texture, ray casting, tracks and the files of a posed capture."""

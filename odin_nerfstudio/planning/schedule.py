@@ -1,0 +1,281 @@
+"""The plan: per step and lane the view, its rank, predicted conflicts and overlap windows.
+
+A plan is a deterministic function of its inputs. Epochs are made when asked for and depend on the inputs and the epoch's
+number alone (an odd epoch also on its two even neighbours, which it is fitted between), so any rank gets any step of the
+same plan without communication, also after a resume.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from odin_nerfstudio.planning.graph import PairGraph, pair_graph
+from odin_nerfstudio.planning.rlg import Rlg
+from odin_nerfstudio.planning.slots import EpochSlots, epoch_slots, rank_of_lanes
+
+Order = Literal["rlg", "random"]
+KEPT_EPOCHS = 8
+WINDOW_CONFLICT = 0.01
+"""A task may overlap with earlier steps while other ranks' tasks there share at most this much of what it reads."""
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """One step of a plan.
+
+    Attributes:
+        views: View of each lane. (L,) int64
+        ranks: Rank that runs each lane. (L,) int32
+        conflict: ``conflict[l, d - 1]`` is the mean over tasks of other ranks, d steps ago, of the share of lane l's
+            points that they observe too; 0 where there are none. (L, max_delay + 1) float32
+        pending: Upper bound of the share of what lane l reads that tasks of other ranks wrote in the last
+            ``max_delay`` + 1 steps: the sum of their weights, at most 1. (L,) float32
+        window: By how many earlier steps lane l is expected to overlap without conflict: the largest number, at most
+            ``max_delay`` + 1, of preceding steps whose tasks on other ranks share at most 1 % of what it reads. (L,) int32
+    """
+
+    views: np.ndarray
+    ranks: np.ndarray
+    conflict: np.ndarray
+    pending: np.ndarray
+    window: np.ndarray
+
+
+@dataclass(eq=False)
+class Plan:
+    """Which view each lane of each step renders, and on which rank. Made by :func:`make_plan`.
+
+    Methods are safe to call from several threads.
+
+    Attributes:
+        rlg: The graph that was planned on.
+        ranks: Ranks that run the plan.
+        plan_ranks: Ranks that the order was made for; the views of a step do not depend on ``ranks``.
+        views_per_step: Lanes L.
+        seed: Seed of everything random.
+        order: ``"rlg"`` or ``"random"``.
+        max_delay: Conflicts are counted over ``max_delay`` + 1 steps.
+        steps: Length of the plan in steps, or None for one without end.
+        load: Cost of each view, integers with a mean of about 1,000. (V,) int64
+        diversity: See :func:`make_plan`.
+        affinity: Planned rank of each view; -1 for views that move between ranks. (V,) int32
+        phase: Phase of each view within its rank, see :mod:`odin_nerfstudio.planning.phases`. (V,) int32
+    """
+
+    rlg: Rlg
+    ranks: int
+    plan_ranks: int
+    views_per_step: int
+    seed: int
+    order: Order
+    max_delay: int
+    steps: int | None
+    load: np.ndarray
+    diversity: float
+    affinity: np.ndarray
+    phase: np.ndarray
+    _graph: PairGraph = field(repr=False)
+    _epochs: OrderedDict[int, np.ndarray] = field(default_factory=OrderedDict, repr=False)
+    _pinned: dict[int, np.ndarray] = field(default_factory=dict, repr=False)
+    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
+
+    @property
+    def views(self) -> int:
+        """Number of views V."""
+        return self.rlg.views
+
+    def epoch_of(self, step: int, lane: int = 0) -> int:
+        """Epoch that a task belongs to: every view comes once in each."""
+        return (step * self.views_per_step + lane) // self.views
+
+    def epoch_order(self, epoch: int) -> np.ndarray:
+        """View of each of the epoch's V slots, in the order of slots. (V,) int64, not to be written to"""
+        if epoch < 0:
+            raise ValueError(f"epoch must not be negative, got {epoch}")
+        with self._lock:
+            made = self._pinned.get(epoch)
+            if made is None:
+                made = self._epochs.get(epoch)
+            if made is None:
+                made = self._make_epoch(epoch)
+                made.setflags(write=False)
+                self._epochs[epoch] = made
+            if epoch in self._epochs:
+                self._epochs.move_to_end(epoch)
+                while len(self._epochs) > KEPT_EPOCHS:
+                    self._epochs.popitem(last=False)
+            return made
+
+    def _make_epoch(self, epoch: int) -> np.ndarray:
+        from odin_nerfstudio.planning import epochs
+
+        neighbours = {}
+        if epoch % 2:
+            neighbours = {e: self.epoch_order(e) for e in (epoch - 1, epoch + 1)}
+        return epochs.make_epoch(self, epoch, neighbours)
+
+    def slots(self, epoch: int) -> EpochSlots:
+        """Steps, lanes and planned ranks of an epoch's slots."""
+        return epoch_slots(epoch, self.views, self.views_per_step, self.plan_ranks)
+
+    def prepare(self, step: int) -> None:
+        """Make what the step needs, so that a later call does not wait. For a background thread."""
+        self.views_of_step(step)
+
+    def views_of_step(self, step: int) -> np.ndarray:
+        """View of each lane. (L,) int64"""
+        self._check_step(step)
+        first = step * self.views_per_step
+        epoch, at = divmod(first, self.views)
+        parts, left = [], self.views_per_step
+        while left > 0:
+            part = self.epoch_order(epoch)[at : at + left]
+            parts.append(part)
+            left -= len(part)
+            epoch, at = epoch + 1, 0
+        return np.concatenate(parts)
+
+    def view(self, step: int, lane: int) -> int:
+        """View that a lane renders in a step."""
+        self._check_lane(lane)
+        self._check_step(step)
+        epoch, at = divmod(step * self.views_per_step + lane, self.views)
+        return int(self.epoch_order(epoch)[at])
+
+    def rank(self, step: int, lane: int) -> int:
+        """Rank that runs a lane. It is the same in every step."""
+        self._check_lane(lane)
+        self._check_step(step)
+        return lane * self.ranks // self.views_per_step
+
+    def lanes_of_rank(self, rank: int) -> np.ndarray:
+        """Lanes that a rank runs, ascending. int64"""
+        self._check_rank(rank)
+        return np.flatnonzero(rank_of_lanes(self.views_per_step, self.ranks) == rank)
+
+    def views_of_rank(self, rank: int) -> np.ndarray:
+        """Views that a rank may ever render, ascending: what it needs to cache. int64
+
+        These are the views of the planned ranks whose lanes it runs, and the fewer than L views that move between ranks
+        because V is not a multiple of L. In random order every rank may render every view.
+        """
+        planned = np.unique(rank_of_lanes(self.views_per_step, self.plan_ranks)[self.lanes_of_rank(rank)])
+        return np.flatnonzero(np.isin(self.affinity, planned) | (self.affinity < 0))
+
+    def step(self, step: int) -> PlannedStep:
+        """Views, ranks, predicted conflicts and overlap windows of a step."""
+        from odin_nerfstudio.planning.prediction import predict_step
+
+        return predict_step(self, step)
+
+    def fingerprint(self) -> str:
+        """Hash of what the plan is made from and of its first epoch. Ranks whose fingerprints agree agree on the plan."""
+        parts = (self.rlg.weights.indptr.astype(np.int64), self.rlg.weights.indices.astype(np.int64),
+                 self._graph.written, self._graph.read, self.load, self.affinity, self.phase, self.epoch_order(0))  # fmt: skip
+        text = (self.plan_ranks, self.views_per_step, self.seed, self.order, self.max_delay, self.diversity)
+        digest = hashlib.sha256(repr(text).encode())
+        for part in parts:
+            digest.update(np.ascontiguousarray(part).tobytes())
+        return digest.hexdigest()
+
+    def _check_step(self, step: int) -> None:
+        if step < 0 or (self.steps is not None and step >= self.steps):
+            raise ValueError(f"step {step} is outside the plan of {self.steps or 'unlimited'} steps")
+
+    def _check_lane(self, lane: int) -> None:
+        if not 0 <= lane < self.views_per_step:
+            raise ValueError(f"lane {lane} is outside the plan's {self.views_per_step} lanes")
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.ranks:
+            raise ValueError(f"rank {rank} is outside the plan's {self.ranks} ranks")
+
+
+def make_plan(
+    rlg: Rlg,
+    *,
+    ranks: int,
+    views_per_step: int,
+    seed: int = 0,
+    epochs: int | None = None,
+    steps: int | None = None,
+    order: Order = "rlg",
+    max_delay: int = 2,
+    cost: np.ndarray | None = None,
+    plan_ranks: int | None = None,
+    diversity: float = 0.0,
+) -> Plan:
+    """Plan which view each lane of each step renders, and on which rank.
+
+    Every view comes once an epoch. An epoch that does not fill its last step is continued there by the next epoch, so
+    every step has ``views_per_step`` tasks.
+
+    Args:
+        rlg: Graph of the training views.
+        ranks: Ranks that run the plan, at most ``views_per_step``.
+        views_per_step: Lanes per step.
+        seed: Seeds epochs and partition.
+        epochs: Length of the plan in epochs (rounded up to whole steps), or
+        steps: its length in steps. With neither, the plan has no end.
+        order: ``"rlg"`` lowers conflicts between ranks; ``"random"`` is a fresh permutation per epoch. With one planned
+            rank there are no conflicts to lower, and both shuffle.
+        max_delay: Conflicts count over the previous ``max_delay`` + 1 steps.
+        cost: Cost of each view in any unit, e.g. measured times. None takes the number of observed points. (V,)
+        plan_ranks: Ranks to make the order for, default ``ranks``. Two plans that differ only in ``ranks`` have the
+            same views in every step and lane.
+        diversity: Weight of overlap between views of one step on different ranks. Such overlap is no hazard (all lanes
+            read the same version), so by default it costs nothing, and a step tends to look at few places from many
+            sides. A value of 1 counts it like a conflict between neighbouring steps.
+
+    Raises:
+        ValueError: An argument is out of range.
+    """
+    from odin_nerfstudio.planning import epochs as epoch_maker
+
+    plan_ranks = ranks if plan_ranks is None else plan_ranks
+    if rlg.views < 1:
+        raise ValueError("rlg has no views: there is nothing to plan")
+    if views_per_step < 1:
+        raise ValueError(f"views_per_step must be at least 1, got {views_per_step}")
+    for name, value in (("ranks", ranks), ("plan_ranks", plan_ranks)):
+        if not 1 <= value <= views_per_step:
+            raise ValueError(
+                f"{name} must be between 1 and views_per_step ({views_per_step}), got {value}: "
+                "a rank without a lane would idle; raise views_per_step"
+            )
+    if order not in ("rlg", "random"):
+        raise ValueError(f"order must be 'rlg' or 'random', got {order!r}")
+    if max_delay < 0:
+        raise ValueError(f"max_delay must not be negative, got {max_delay}")
+    if diversity < 0:
+        raise ValueError(f"diversity must not be negative, got {diversity}")
+    if epochs is not None and steps is not None:
+        raise ValueError("give epochs or steps, not both")
+    if epochs is not None:
+        steps = -(-epochs * rlg.views // views_per_step)
+    if steps is not None and steps < 0:
+        raise ValueError(f"the plan's length must not be negative, got {steps} steps")
+
+    graph = pair_graph(rlg)
+    load = _integer_load(rlg.sizes if cost is None else np.asarray(cost), rlg.views)
+    plan = Plan(
+        rlg=rlg, ranks=ranks, plan_ranks=plan_ranks, views_per_step=views_per_step, seed=seed, order=order,
+        max_delay=max_delay, steps=steps, load=load, diversity=float(diversity),
+        affinity=np.full(rlg.views, -1, np.int32), phase=np.zeros(rlg.views, np.int32), _graph=graph,
+    )  # fmt: skip
+    epoch_maker.assign_ranks(plan)
+    return plan
+
+
+def _integer_load(cost: np.ndarray, views: int) -> np.ndarray:
+    if cost.shape != (views,) or not np.all(np.isfinite(cost)) or (views and float(cost.min()) < 0):
+        raise ValueError(f"cost must hold {views} finite values >= 0, one per view; got shape {cost.shape}")
+    cost = cost.astype(np.float64)
+    mean = cost.mean()
+    return np.rint(cost / mean * 1000.0).astype(np.int64) if mean > 0 else np.full(views, 1000, np.int64)

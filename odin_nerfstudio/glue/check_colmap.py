@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,12 +11,14 @@ from nerfstudio.data.dataparsers.colmap_dataparser import MAX_AUTO_RESOLUTION, C
 from nerfstudio.data.utils import colmap_parsing_utils
 from nerfstudio.process_data.colmap_utils import parse_colmap_camera_params
 
+from odin_nerfstudio.glue.check_common import MIN_POINTS, missing_files, refuse_one_place
 from odin_nerfstudio.glue.colmap_files import (
     BINARY,
     DAMAGED,
     FILES,
     TEXT,
     RegisteredImage,
+    centers,
     count_points,
     find_model,
     formats_complete,
@@ -26,10 +27,6 @@ from odin_nerfstudio.glue.colmap_files import (
 )
 from odin_nerfstudio.glue.images import open_image
 from odin_nerfstudio.glue.input_error import bad_input, remark
-
-MIN_POINTS = 4
-THREADS = 8
-"""Checks wait for the file system, so more threads than cores help."""
 
 
 @dataclass
@@ -95,6 +92,8 @@ def _check_model(config: ColmapDataParserConfig) -> _Model:
     name, count = Counter(image.name for image in registered).most_common(1)[0]
     if count > 1:
         raise bad_input(path, f"{count} images are named {name}", "remove all but one; views are told apart by name")
+    if config.auto_scale_poses:
+        refuse_one_place(path, centers(registered), config.center_method)
     return _Model(folder, registered)
 
 
@@ -189,8 +188,7 @@ def _image_folder(config: ColmapDataParserConfig, model: _Model) -> Path:
 
 def _check_on_disk(config: ColmapDataParserConfig, model: _Model, folder: Path) -> None:
     paths = [folder / image.name for image in model.images]
-    with ThreadPoolExecutor(THREADS) as pool:
-        missing = [path for path, found in zip(paths, pool.map(Path.is_file, paths)) if not found]
+    missing = missing_files(paths)
     if not missing:
         return
     name = missing[0].relative_to(folder).as_posix()

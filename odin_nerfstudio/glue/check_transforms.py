@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 from nerfstudio.cameras.cameras import CAMERA_MODEL_TO_TYPE
 from nerfstudio.data.dataparsers.nerfstudio_dataparser import MAX_AUTO_RESOLUTION, NerfstudioDataParserConfig
 
-from odin_nerfstudio.glue.check_colmap import MIN_POINTS, THREADS
+from odin_nerfstudio.glue.check_common import MIN_POINTS, missing_files, refuse_one_place
 from odin_nerfstudio.glue.colmap_files import find_model
 from odin_nerfstudio.glue.images import open_image
 from odin_nerfstudio.glue.input_error import bad_input, remark
@@ -30,6 +29,9 @@ def check_transforms(config: NerfstudioDataParserConfig, images: bool = True) ->
     path = config.data if config.data.suffix == ".json" else config.data / "transforms.json"
     meta = _read(path, config.data)
     frames = _check_frames(path, meta)
+    if config.auto_scale_poses:
+        centers = np.array([frame["transform_matrix"] for frame in frames], dtype=np.float64)[:, :3, 3]
+        refuse_one_place(path, centers, config.center_method)
     if config.load_3D_points:
         _check_points(path, meta, config.data)
     if images:
@@ -150,8 +152,7 @@ def _check_images(config: NerfstudioDataParserConfig, path: Path, frames: list[d
         paths = [scaled / name.name for name in names]
     else:
         paths = [folder / name for name in names]
-    with ThreadPoolExecutor(THREADS) as pool:
-        missing = [p for p, found in zip(paths, pool.map(Path.is_file, paths)) if not found]
+    missing = missing_files(paths)
     if not missing:
         return
     alike = next((p for p in missing[0].parent.glob("*") if p.stem == missing[0].name), None)

@@ -10,7 +10,7 @@ import torch
 from nerfstudio.data.dataparsers.base_dataparser import DataparserOutputs
 from PIL import Image
 
-from odin_nerfstudio.glue.check_colmap import MIN_POINTS, THREADS
+from odin_nerfstudio.glue.check_common import MIN_POINTS, THREADS
 from odin_nerfstudio.glue.images import check_complete, image_orientation, open_image
 from odin_nerfstudio.glue.input_error import InputError, bad_input, raise_first, remark
 
@@ -79,12 +79,6 @@ def check_points(outputs: DataparserOutputs) -> DataparserOutputs:
 
 def _check_cameras(outputs: DataparserOutputs) -> None:
     cameras = outputs.cameras
-    if not torch.isfinite(torch.tensor(float(outputs.dataparser_scale))):
-        raise bad_input(
-            outputs.image_filenames[0],
-            "all cameras stand at one place, so poses cannot be scaled",
-            "pass --auto-scale-poses False after the dataparser's name",
-        )
     count = len(outputs.image_filenames)
     fields = [cameras.camera_to_worlds, cameras.fx, cameras.fy, cameras.cx, cameras.cy]
     if cameras.distortion_params is not None:

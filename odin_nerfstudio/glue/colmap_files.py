@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
+from nerfstudio.data.utils.colmap_parsing_utils import qvec2rotmat
 
 from odin_nerfstudio.glue.input_error import InputError, bad_input
 
@@ -159,3 +161,8 @@ def _images_binary(path: Path) -> list[RegisteredImage]:
 def poses_finite(images: list[RegisteredImage]) -> list[bool]:
     """For each image, whether its pose is finite and its quaternion not zero."""
     return [bool(np.isfinite(image.pose).all() and any(image.pose[:4])) for image in images]
+
+
+def centers(images: list[RegisteredImage]) -> npt.NDArray[np.float64]:
+    """Camera centres -R^T t in the model's world. [n, 3]"""
+    return np.array([-qvec2rotmat(np.array(i.pose[:4])).T @ np.array(i.pose[4:]) for i in images], dtype=np.float64)

@@ -14,7 +14,7 @@ from nerfstudio.data.dataparsers.nerfstudio_dataparser import MAX_AUTO_RESOLUTIO
 from odin_nerfstudio.glue.check_common import MIN_POINTS, missing_files, refuse_one_place
 from odin_nerfstudio.glue.colmap_files import find_model
 from odin_nerfstudio.glue.images import open_image
-from odin_nerfstudio.glue.input_error import bad_input, remark
+from odin_nerfstudio.glue.input_error import bad_input
 
 INTRINSICS = ("fl_x", "fl_y", "cx", "cy", "w", "h")
 RANDOM_START = "pass `nerfstudio-data --load-3D-points False` to start from random points"
@@ -116,8 +116,7 @@ def _check_points(path: Path, meta: dict[str, Any], data: Path) -> None:
             "no ply_file_path, though colmap/sparse/0 has points",
             f"pass `colmap --data {data}` to use that model, or {RANDOM_START}",
         )
-    else:
-        remark(f"{path} names no point cloud (ply_file_path): training starts from random points")
+    # else nerfstudio itself says that there is no point cloud and that training starts from random points
 
 
 def _ply_points(path: Path) -> int:

@@ -7,6 +7,7 @@ refused by name. No image is ever rotated: neither nerfstudio nor COLMAP heeds t
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,7 @@ EXIF_ORIENTATION = 0x0112
 TAIL_BYTES = 65536
 TIFF_BITS_PER_SAMPLE = 258
 TIFF_PHOTOMETRIC = 262
-DECODER_ERRORS = (OSError, SyntaxError, ValueError, EOFError, IndexError, Image.DecompressionBombError)
+DECODER_ERRORS = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, Image.DecompressionBombError)
 
 
 @contextmanager
@@ -58,7 +59,10 @@ def open_image(path: Path) -> Iterator[Image.Image]:
 
 def image_orientation(image: Image.Image) -> int:
     """EXIF orientation, 1 to 8 (1: upright, or not given; 5 to 8: width and height are swapped on display)."""
-    return int(image.getexif().get(EXIF_ORIENTATION, 1))
+    try:
+        return int(image.getexif().get(EXIF_ORIENTATION, 1))
+    except (*DECODER_ERRORS, TypeError):
+        return 1  # damaged EXIF data gives no orientation; the pixels may still be sound
 
 
 def load_image(path: Path, scale_factor: float = 1.0, size: tuple[int, int] | None = None) -> npt.NDArray[np.uint8]:

@@ -52,7 +52,8 @@ class OdinDataManager(FullImageDatamanager[OdinDataset]):
         self.plan: Plan | None = None
         if config.data is not None:
             config.dataparser.data = config.data
-        check_before_parsing(config.dataparser)
+        self._reads_images = kwargs.get("test_mode", "val") != "inference"
+        check_before_parsing(config.dataparser, images=self._reads_images)
         chosen, config.cache_images = config.cache_images, "cpu"  # the base class moves whole sets to the device
         super().__init__(config, **kwargs)
         config.cache_images = chosen
@@ -65,7 +66,7 @@ class OdinDataManager(FullImageDatamanager[OdinDataset]):
 
     def create_train_dataset(self) -> OdinDataset:
         """Checks what the dataparser found, and reads the training split."""
-        self.train_dataparser_outputs = check_parsed(self.train_dataparser_outputs, "train")
+        self.train_dataparser_outputs = check_parsed(self.train_dataparser_outputs, "train", self._reads_images)
         dataset = super().create_train_dataset()
         self._captured["train"], dataset.cameras = dataset.cameras, undistorted_cameras(dataset.cameras)
         self.train_cameras = dataset.cameras
@@ -73,7 +74,8 @@ class OdinDataManager(FullImageDatamanager[OdinDataset]):
 
     def create_eval_dataset(self) -> OdinDataset:
         """Checks and reads the held-out split."""
-        outputs = check_parsed(self.dataparser.get_dataparser_outputs(split=self.test_split), self.test_split)
+        outputs = self.dataparser.get_dataparser_outputs(split=self.test_split)
+        outputs = check_parsed(outputs, self.test_split, self._reads_images)
         dataset = OdinDataset(dataparser_outputs=outputs, scale_factor=self.config.camera_res_scale_factor)
         self._captured["eval"], dataset.cameras = dataset.cameras, undistorted_cameras(dataset.cameras)
         return dataset

@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import torch
 from nerfstudio.pipelines.base_pipeline import VanillaPipeline, VanillaPipelineConfig
-from nerfstudio.utils.rich_utils import CONSOLE
 
 from odin_nerfstudio.glue.compat import provide_ffmpeg
 from odin_nerfstudio.glue.odin_datamanager import OdinDataManager, OdinDataManagerConfig
@@ -52,7 +51,6 @@ class OdinPipeline(VanillaPipeline):
     def prepare_training(self) -> None:
         """Makes the plan and hands it to the data manager; ns-eval and the like never need one."""
         plan = plan_for(self.datamanager, self.config.odin, self.seed)
-        CONSOLE.log(plan.summary())
         self.datamanager.follow(plan, list(range(len(self.datamanager.train_dataset))))
 
     def get_train_loss_dict(self, step: int) -> tuple[Any, dict[str, torch.Tensor], dict[str, Any]]:

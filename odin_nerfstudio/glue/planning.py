@@ -1,3 +1,77 @@
 """From nerfstudio's dataset to a plan."""
 
 from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from nerfstudio.cameras.cameras import Cameras
+from nerfstudio.data.dataparsers.base_dataparser import DataParserConfig
+from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParserConfig
+from nerfstudio.utils.rich_utils import CONSOLE
+from scipy import sparse
+
+from odin_nerfstudio.glue.odin_datamanager import OdinDataManager
+from odin_nerfstudio.glue.odin_model import world_to_camera
+from odin_nerfstudio.glue.odin_options import OdinOptions
+from odin_nerfstudio.planning.geometry import ViewGeometry
+from odin_nerfstudio.planning.rlg import Rlg, relative_locality_graph
+from odin_nerfstudio.planning.schedule import Plan, make_plan
+from odin_nerfstudio.planning.tracks import Tracks, find_model, tracks_for_dataset
+
+
+def view_geometry(cameras: Cameras) -> ViewGeometry:
+    """nerfstudio's cameras ``[V]`` as the planner's."""
+    matrices = world_to_camera(cameras.camera_to_worlds).numpy(force=True)
+    return ViewGeometry(
+        world_to_camera=matrices,
+        K=cameras.get_intrinsics_matrices().numpy(force=True),
+        width=cameras.width.reshape(-1).numpy(force=True),
+        height=cameras.height.reshape(-1).numpy(force=True),
+    )
+
+
+def model_folder(dataparser: DataParserConfig) -> Path | None:
+    """The COLMAP model that belongs to the data of a dataparser, if there is one."""
+    if isinstance(dataparser, ColmapDataParserConfig):
+        return dataparser.data / dataparser.colmap_path
+    return find_model(dataparser.data)
+
+
+def training_tracks(datamanager: OdinDataManager, seed: int) -> Tracks:
+    """Which training view observes which point, in the order of nerfstudio's training split."""
+    dataset = datamanager.train_dataset
+    points = datamanager.train_dataparser_outputs.metadata.get("points3D_xyz")
+    return tracks_for_dataset(
+        [str(path) for path in dataset.image_filenames],
+        model_folder(datamanager.config.dataparser),
+        view_geometry(dataset.cameras),
+        None if points is None else points.numpy(force=True),
+        seed=seed,
+    )
+
+
+def plan_for(
+    datamanager: OdinDataManager, options: OdinOptions, seed: int, ranks: int = 1, views_per_step: int = 1
+) -> Plan:
+    """The plan of a training run; says in the log what it rests on.
+
+    The order is made for as many ranks as there are lanes, so that it is the same for every number of ranks.
+    """
+    views = len(datamanager.train_dataset)
+    if views_per_step == 1:
+        # One task at a time conflicts with nothing: no tracks are needed, and views are shuffled.
+        none = sparse.csr_matrix((views, views), dtype=np.float32)
+        rlg = Rlg(none, unknown=np.zeros(views, bool), sizes=np.ones(views, np.int64))
+        CONSOLE.log(f"Plan: {views} views, shuffled anew in every epoch (seed {seed})")
+    else:
+        tracks = training_tracks(datamanager, seed)
+        rlg = relative_locality_graph(tracks)
+        statistics = rlg.statistics()
+        CONSOLE.log(
+            f"Plan: {views} views, order {options.order}, co-visibility from {tracks.source}: {tracks.points} points, "
+            f"mean weight {statistics['mean']:.3f}, {100 * statistics['zero_share']:.0f} % of view pairs share nothing"
+        )
+    return make_plan(
+        rlg, ranks=ranks, plan_ranks=views_per_step, views_per_step=views_per_step, seed=seed, order=options.order
+    )

@@ -1,0 +1,150 @@
+"""Starting the ranks: nerfstudio's own launcher and torchrun, one machine or several, CPU or CUDA."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from nerfstudio.utils import comms
+
+GROUP_TIMEOUT = timedelta(seconds=120)
+"""How long a rank waits for the others while the job is being set up."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands in the job."""
+
+    rank: int
+    local_rank: int
+    ranks: int
+    local_ranks: int
+
+    @staticmethod
+    def of_torchrun() -> Place | None:
+        """The place that torchrun gave to this process, or None outside of torchrun."""
+        if "TORCHELASTIC_RUN_ID" not in os.environ and "LOCAL_RANK" not in os.environ:
+            return None
+        try:
+            names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+            return Place(*(int(os.environ[name]) for name in names))
+        except KeyError as error:
+            raise SystemExit(f"Error: {error} is not set; start several ranks with torchrun") from error
+
+
+def threads_per_rank(local_ranks: int) -> int:
+    """CPU threads for each of a machine's ranks, so that together they do not exceed its cores."""
+    return max(1, len(os.sched_getaffinity(0)) // local_ranks)
+
+
+def divide_threads(local_ranks: int) -> None:
+    """Limits this process (and those it spawns) to its share of the cores; an OMP_NUM_THREADS of the user wins.
+
+    OpenMP's idle threads must sleep instead of spin: they would take the cores from the other ranks.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(local_ranks)))
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def join_group(place: Place, device_type: str, init_method: str | None = None) -> None:
+    """Joins the job's process group: gloo for control and CPU tensors, NCCL for CUDA tensors.
+
+    Raises:
+        RuntimeError: the others did not come within :data:`GROUP_TIMEOUT`, or the address is wrong.
+    """
+    if device_type == "cuda":
+        torch.cuda.set_device(place.local_rank)
+    try:
+        dist.init_process_group(
+            backend="cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
+            init_method=init_method,
+            world_size=place.ranks,
+            rank=place.rank,
+            timeout=GROUP_TIMEOUT,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise RuntimeError(
+            f"rank {place.rank} of {place.ranks} could not join the job at {init_method or 'the torchrun address'}: {error}"
+        ) from error
+    machines = place.ranks // place.local_ranks
+    for machine in range(machines):
+        members = list(range(machine * place.local_ranks, (machine + 1) * place.local_ranks))
+        group = dist.new_group(members, timeout=GROUP_TIMEOUT)
+        if place.rank in members:
+            comms.LOCAL_PROCESS_GROUP = group
+
+
+def distributed_worker(
+    local_rank: int,
+    main_func: Callable,
+    world_size: int,
+    num_devices_per_machine: int,
+    machine_rank: int,
+    dist_url: str,
+    config: Any,
+    timeout: timedelta,
+    device_type: str = "cuda",
+) -> None:
+    """Runs one rank; takes the place of nerfstudio's worker of the same signature, which insists on CUDA."""
+    place = Place(machine_rank * num_devices_per_machine + local_rank, local_rank, world_size, num_devices_per_machine)
+    divide_threads(num_devices_per_machine)
+    if device_type == "cuda" and num_devices_per_machine > torch.cuda.device_count():
+        raise SystemExit(
+            f"Error: --machine.num-devices {num_devices_per_machine}, but this machine has "
+            f"{torch.cuda.device_count()} CUDA devices"
+        )
+    join_group(place, device_type, dist_url)
+    run_rank(place, main_func, config)
+
+
+def run_rank(place: Place, main_func: Callable, config: Any) -> None:
+    """Trains as one rank of a group that has been joined, and leaves the group."""
+    config.timestamp = broadcast_text(config.timestamp)
+    main_func(local_rank=place.local_rank, world_size=place.ranks, config=config, global_rank=place.rank)
+    dist.destroy_process_group()
+    comms.LOCAL_PROCESS_GROUP = None
+
+
+def broadcast_text(text: str) -> str:
+    """Rank 0's text, on every rank."""
+    data = torch.zeros(256, dtype=torch.uint8)
+    encoded = text.encode()[:255]
+    if dist.get_rank() == 0:
+        data[0] = len(encoded)
+        data[1 : 1 + len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+    dist.broadcast(data, src=0)
+    return bytes(data[1 : 1 + int(data[0])].tolist()).decode()
+
+
+def use_own_worker() -> None:
+    """Puts :func:`distributed_worker` into nerfstudio's launcher.
+
+    Reason: its own asserts CUDA, and waits 30 minutes for a rank that is gone. The launcher may run as
+    ``nerfstudio.scripts.train`` or, started with ``python -m``, as ``__main__``.
+    """
+    for name in ("nerfstudio.scripts.train", "__main__"):
+        module = sys.modules.get(name)
+        if module is not None and hasattr(module, "_distributed_worker"):
+            module._distributed_worker = distributed_worker  # type: ignore[attr-defined]
+
+
+def check_machines(machine: Any) -> None:
+    """Finds what nerfstudio's launcher would only trip over later.
+
+    Raises:
+        SystemExit: with the remedy.
+    """
+    if machine.num_devices < 1 or machine.num_machines < 1:
+        raise SystemExit("Error: --machine.num-devices and --machine.num-machines must be at least 1")
+    if machine.num_machines > 1 and machine.dist_url == "auto":
+        raise SystemExit(
+            "Error: several machines need a meeting point: pass --machine.dist-url tcp://HOST_OF_MACHINE_0:PORT and "
+            "--machine.machine-rank 0, 1, ... to each, or use torchrun (see README)"
+        )

@@ -1,0 +1,146 @@
+"""Trains odin-splatfacto on captures, evaluates held-out views, and writes the table of docs/results.md.
+
+    python scripts/bench_quality.py FOLDER [FOLDER ...] [--steps 500 1000 2000] [--seeds 42] [--json FILE]
+
+A capture is a folder with ``images`` and a COLMAP model in ``sparse/0`` or ``colmap/sparse/0``. Settings are
+splatfacto's, at full resolution from the first step; every eighth image is held out. Each run is a process of its
+own. Times are means per step over the hundred steps before each evaluation, on whatever else the machine is doing.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PHASES = ("data", "render", "loss", "backward", "optimizer", "structural")
+MARKS = ("<!-- bench_quality -->", "<!-- /bench_quality -->")
+
+
+@dataclass
+class Options:
+    """What to train and where to write."""
+
+    folders: Annotated[list[Path], tyro.conf.Positional]
+    """Captures."""
+    steps: list[int] = field(default_factory=lambda: [500, 1000, 2000])
+    """When to evaluate; the last one ends the run."""
+    seeds: list[int] = field(default_factory=lambda: [42])
+    """Seeds; each is a run."""
+    json: Path | None = None
+    """Write all figures here."""
+    docs: Path | None = REPOSITORY / "docs" / "results.md"
+    """Put the table between the marks of this file."""
+    worker: tyro.conf.Suppress[Path | None] = None
+
+
+def train(folder: Path, steps: list[int], seed: int, outputs: Path) -> list[dict[str, Any]]:
+    """One run in this process: a row of figures at each of ``steps``."""
+    from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParserConfig
+    from nerfstudio.engine.callbacks import TrainingCallback, TrainingCallbackLocation
+
+    from odin_nerfstudio.glue.odin_trainer import OdinTrainer
+    from odin_nerfstudio.method_configs.odin_splatfacto import odin_splatfacto
+    from odin_nerfstudio.rendering import warm_up
+
+    warm_up()
+    config: Any = odin_splatfacto.config
+    model_folder = next(p for p in ("sparse/0", "colmap/sparse/0") if (folder / p).is_dir())
+    config.pipeline.datamanager.dataparser = ColmapDataParserConfig(
+        data=folder.resolve(), colmap_path=Path(model_folder), downscale_factor=1, load_3D_points=True
+    )
+    config.pipeline.model.num_downscales = 0
+    config.max_num_iterations = max(steps)
+    config.machine.seed = seed
+    config.output_dir = outputs
+    config.vis = "tensorboard"
+    config.viewer.quit_on_train_completion = True
+    config.steps_per_eval_image = config.steps_per_eval_all_images = config.steps_per_eval_batch = 10**9
+    config.steps_per_save = 10**9
+    config.logging.steps_per_log = 10**9
+    config.set_timestamp()
+    trainer = OdinTrainer(config)
+    trainer.setup()
+    rows: list[dict[str, Any]] = []
+
+    def measure(step: int) -> None:
+        done = step + 1
+        if done + 100 in steps:
+            trainer.timer.take()
+        if done in steps:
+            times = trainer.timer.take()
+            metrics = trainer.pipeline.get_average_eval_image_metrics(step=step)
+            row = {"scene": folder.name, "seed": seed, "steps": done, "gaussians": trainer.pipeline.splats.num_points}
+            row |= {name: metrics[name] for name in ("psnr", "ssim", "lpips") if name in metrics}
+            row |= {f"{name}_ms": times.get(name, 0.0) for name in PHASES} | {"step_ms": sum(times.values())}
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+
+    trainer.callbacks.append(TrainingCallback([TrainingCallbackLocation.AFTER_TRAIN_ITERATION], measure))
+    trainer.train()
+    return rows
+
+
+def table(rows: list[dict[str, Any]], command: str) -> str:
+    """The results as Markdown."""
+    lines = [
+        f"`{command}`",
+        "",
+        "| scene | seed | steps | PSNR | SSIM | Gaussians | ms per step | " + " | ".join(PHASES) + " |",
+        "| --- " * (7 + len(PHASES)) + "|",
+    ]
+    for row in rows:
+        phases = " | ".join(f"{row[f'{name}_ms']:.0f}" for name in PHASES)
+        lines.append(
+            f"| {row['scene']} | {row['seed']} | {row['steps']} | {row['psnr']:.2f} | {row['ssim']:.3f} "
+            f"| {row['gaussians']:,} | {row['step_ms']:.0f} | {phases} |"
+        )
+    return "\n".join(lines)
+
+
+def put_between_marks(file: Path, text: str) -> None:
+    """Replaces what stands between the marks, or appends them."""
+    old = file.read_text() if file.exists() else "# Results\n"
+    if MARKS[0] not in old:
+        old += f"\n{MARKS[0]}\n{MARKS[1]}\n"
+    before, rest = old.split(MARKS[0], 1)
+    after = rest.split(MARKS[1], 1)[1]
+    file.write_text(f"{before}{MARKS[0]}\n{text}\n{MARKS[1]}{after}")
+
+
+def main() -> None:
+    """Runs everything."""
+    options = tyro.cli(Options, description=__doc__)
+    if options.worker is not None:
+        with tempfile.TemporaryDirectory() as outputs:
+            rows = train(options.folders[0], options.steps, options.seeds[0], Path(outputs))
+        options.worker.write_text(json.dumps(rows))
+        return
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for capture in options.folders:
+            for seed in options.seeds:
+                result = Path(folder) / "rows.json"
+                command = [sys.executable, __file__, str(capture), "--seeds", str(seed), "--worker", str(result)]
+                subprocess.run([*command, "--steps", *map(str, options.steps)], check=True)
+                rows += json.loads(result.read_text())
+    names = " ".join(capture.name for capture in options.folders)
+    seeds = " ".join(map(str, options.seeds))
+    command = f"python scripts/bench_quality.py {names} --steps {' '.join(map(str, options.steps))} --seeds {seeds}"
+    text = table(rows, command)
+    print(text)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1))
+    if options.docs:
+        put_between_marks(options.docs, text)
+
+
+if __name__ == "__main__":
+    main()

@@ -180,7 +180,7 @@ def _write(folder: Path, sample: CitySample | ObjectSample) -> None:
         mesh, reach = orbit.build(seed), orbit.MAX_RANGE
     renderer = Renderer(mesh)
     wanted = sample.point_count()
-    spare = int(np.ceil(tracks.SPARE * wanted))
+    spare = tracks.candidate_count(wanted)
     (folder / "images").mkdir()
 
     def photograph(view: int) -> tracks.Candidates:

@@ -23,9 +23,6 @@ PIXEL_NOISE = 0.3
 FIND_RATE = 0.85
 #: Views that a track must have, unless the capture has fewer.
 MIN_TRACK = 3
-#: Candidates per wanted point: some are found in too few views.
-SPARE = 1.5
-
 
 @dataclass(frozen=True)
 class Candidates:
@@ -55,6 +52,11 @@ class Tracks:
     """[O] point of each observation."""
     pixels: NDArray[np.float64]
     """[O, 2] measured image position."""
+
+
+def candidate_count(points: int) -> int:
+    """Candidates to propose for a model of ``points``: some are found in too few views."""
+    return points + points // 2 + 64
 
 
 def propose(

@@ -1,0 +1,207 @@
+"""What the engine says to its peers, and what it makes of their answers."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from odin_nerfstudio.runtime import messages
+from odin_nerfstudio.runtime.faults import RankFailure
+from odin_nerfstudio.runtime.gate import BARRIER, Decision
+from odin_nerfstudio.runtime.messages import FRAME_WORDS, Contribution
+from odin_nerfstudio.runtime.telemetry import now
+from odin_nerfstudio.runtime.transport import Activity, Kind, Received, bytes_message, empty_message, message_bytes
+
+if TYPE_CHECKING:
+    from odin_nerfstudio.runtime.engine import Engine
+
+_PATIENCE = 0.5
+"""Seconds between looks at whether the peers that are waited for are still working."""
+
+
+class Exchange:
+    """The engine's side of all messages."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._transport = engine.transport
+        self._peers = [r for r in range(engine.transport.world_size) if r != engine.transport.rank]
+        self._early: list[tuple[Contribution, int, float]] = []
+        self._announced: dict[str, int] = {}
+        self._blobs: dict[tuple[int, int], bytes] = {}
+        self._round = 0
+
+    # -- contributions
+
+    def send(self, message: Contribution) -> int:
+        """Send a contribution to all peers, in two messages if rows are deferred; returns the bytes."""
+        if not self._peers:
+            return 0
+        words = [messages.encode(message, first=True, rest=message.deferred == 0)]
+        if message.deferred:
+            words.append(messages.encode(message, first=False, rest=True))
+        for buffer in words:
+            self._transport.send(self._peers, Kind.CONTRIBUTION, buffer)
+        return sum(4 * buffer.shape[0] for buffer in words) * len(self._peers)
+
+    def send_progress(self, step: int) -> None:
+        """Say that this rank had nothing to render at a step."""
+        self._transport.send(self._peers, Kind.PROGRESS, empty_message(torch.tensor([step], dtype=torch.int32)))
+
+    def poll(self) -> None:
+        """Take in everything that has arrived."""
+        while (received := self._transport.receive(0)) is not None:
+            self._take(received)
+
+    def wait(self, step: int, decision: Decision) -> int:
+        """Block until something arrives, and take in all of it; returns the rank that it came from.
+
+        Raises:
+            RankFailure: A rank failed, or one that is waited for keeps this rank waiting beyond the limit.
+        """
+        plan = self._engine.plan
+        begin = now()
+        while True:
+            try:
+                received = self._transport.receive(_PATIENCE)
+            except RankFailure as failure:
+                raise failure.at(step, self._words(decision)) from None
+            if received is not None:
+                self._take(received)
+                self.poll()
+                return received.peer
+            ranks = {plan.rank(a.step, a.lane) for a in decision.awaited}
+            working = [r for r in ranks if self._transport.activity(r)[1] in (Activity.TRAINING, Activity.SETUP)]
+            if len(working) < len(ranks) or any(
+                self._transport.activity(r)[1] > Activity.TRAINING for r in self._peers
+            ):
+                begin = now()  # somebody is busy or paused on purpose
+            limit = self._engine.options.stall
+            if now() - begin > limit and working:
+                seen = self._transport.activity(working[0])[0]
+                failure = RankFailure(
+                    working[0],
+                    f"has not contributed for {limit:g} s, though its process answers (it is at step {seen})",
+                )
+                raise failure.at(step, self._words(decision))
+
+    def _words(self, decision: Decision) -> str:
+        plan = self._engine.plan
+        names = [f"step {a.step} lane {a.lane} of rank {plan.rank(a.step, a.lane)}" for a in decision.awaited[:4]]
+        more = f" and {len(decision.awaited) - 4} more" if len(decision.awaited) > 4 else ""
+        return f"{', '.join(names) or 'a peer'}{more} ({decision.hazard or BARRIER})"
+
+    def _take(self, received: Received) -> None:
+        if received.kind == Kind.CONTRIBUTION:
+            message = messages.decode(received.words)
+            self._take_contribution(message, received.peer, received.arrival)
+            self._engine.telemetry.record(message.step).received += 4 * received.words.shape[0]
+        elif received.kind == Kind.PROGRESS:
+            step = int(received.words[FRAME_WORDS])
+            self._engine._staging(step).settle(received.peer)
+        elif received.kind == Kind.NOTE:
+            step, word = message_bytes(received.words).decode().split(" ", 1)
+            self._note(word, int(step))
+        elif received.kind == Kind.BLOB:
+            data = message_bytes(received.words)
+            self._blobs[(received.peer, int.from_bytes(data[:8], "little"))] = data[8:]
+        else:
+            raise RuntimeError(f"rank {received.peer} sent an unexpected message of kind {received.kind.name}")
+
+    def _take_contribution(self, message: Contribution, peer: int, arrival: float) -> None:
+        engine = self._engine
+        if engine.crosses_structure(message.step):
+            self._early.append((message, peer, arrival))
+            return
+        step, lane = message.step, message.lane
+        if not 0 <= lane < engine.plan.lanes or engine.plan.rank(step, lane) != peer:
+            raise RuntimeError(
+                f"rank {peer} sent step {step} lane {lane}, which the plan gives to another rank; the plans differ"
+            )
+        if step < engine.low:
+            raise RuntimeError(
+                f"rank {peer} sent step {step} lane {lane} again; everything before {engine.low} is published"
+            )
+        for section, table in zip(message.tables, engine.tables, strict=True):
+            width = table.layout(step).total
+            if section.total != table.count or section.first_rows.shape[1] != width:
+                raise RuntimeError(
+                    f"rank {peer} sent step {step} lane {lane} for {section.total} rows of {section.first_rows.shape[1]} columns"
+                    f" of table {table.name}; this rank has {table.count} of {width}"
+                )
+        engine._stage(messages.to_device(message, engine.tables[0].device), arrival)
+
+    def release(self) -> None:
+        """After a structural step: take in the contributions that arrived too early for it."""
+        early, self._early = self._early, []
+        for message, peer, arrival in early:
+            self._take_contribution(message, peer, arrival)
+
+    # -- words, at the same step on all ranks
+
+    def announce(self, word: str, step: int) -> None:
+        """Tell all ranks a word and the step at which it takes effect."""
+        self._note(word, step)
+        self._transport.send(self._peers, Kind.NOTE, bytes_message(f"{step} {word}".encode()))
+
+    def _note(self, word: str, step: int) -> None:
+        self._announced[word] = min(step, self._announced.get(word, step))
+
+    def due(self, step: int) -> list[str]:
+        """Words that take effect at a step or did before, each returned once."""
+        words = sorted(w for w, s in self._announced.items() if s <= step)
+        for word in words:
+            del self._announced[word]
+        return words
+
+    def idle(self, seconds: float) -> None:
+        """Take in what arrives within some seconds."""
+        end = now() + seconds
+        while (left := end - now()) > 0:
+            if not self._peers:
+                time.sleep(left)
+                return
+            received = self._transport.receive(left)
+            if received is not None:
+                self._take(received)
+
+    # -- collective exchanges at a drain
+
+    def gather(self, data: bytes) -> list[bytes] | None:
+        """All ranks' data on rank 0; None elsewhere."""
+        return self._exchange_blobs(data, [0])
+
+    def _exchange_blobs(self, data: bytes, targets: list[int]) -> list[bytes] | None:
+        self._round += 1
+        me = self._transport.rank
+        tagged = self._round.to_bytes(8, "little") + data
+        others = [r for r in targets if r != me]
+        if others:
+            self._transport.send(others, Kind.BLOB, bytes_message(tagged))
+        if me not in targets:
+            return None
+        while any((p, self._round) not in self._blobs for p in self._peers):
+            self.wait(self._engine.current, Decision("exchange"))
+        return [data if r == me else self._blobs.pop((r, self._round)) for r in range(self._transport.world_size)]
+
+    def gather_summaries(self, summary: dict[str, float]) -> list[dict[str, float]] | None:
+        """All ranks' totals on rank 0; None elsewhere."""
+        parts = self.gather(json.dumps(summary).encode())
+        return None if parts is None else [json.loads(p) for p in parts]
+
+    def compare(self, digests: dict[str, int], step: int) -> None:
+        """Raise RuntimeError unless all ranks have the same digests."""
+        everyone = list(range(self._transport.world_size))
+        parts = self._exchange_blobs(json.dumps(digests).encode(), everyone)
+        assert parts is not None
+        for rank, part in enumerate(parts):
+            theirs = json.loads(part)
+            different = sorted(k for k in digests.keys() | theirs.keys() if digests.get(k) != theirs.get(k))
+            if different:
+                raise RuntimeError(
+                    f"step {step}: ranks {self._transport.rank} and {rank} differ in {', '.join(different[:6])}"
+                    f"{' and more' if len(different) > 6 else ''}; their states must be equal here"
+                )

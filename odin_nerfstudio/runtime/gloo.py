@@ -1,0 +1,270 @@
+"""Transport over gloo: a sending and a receiving thread per peer, and one that watches over them.
+
+Gloo's ``is_completed()`` stays false until ``wait()``, so progress needs threads. Messages travel in frames of at most
+`FRAME` words, because receives are posted ahead, before the size of what will arrive is known, and a posted receive
+may be
+larger than the message but not smaller. The first frame of a message starts with the frame header; the others are
+bare. Tensors and requests are kept until waited for.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from odin_nerfstudio.runtime.faults import Deadline, FaultLimits, OwnPauses, RankFailure, kill_process, machine_word
+from odin_nerfstudio.runtime.messages import FRAME_WORDS
+from odin_nerfstudio.runtime.transport import (
+    MAGIC,
+    Activity,
+    Inbox,
+    Kind,
+    Received,
+    bytes_message,
+    empty_message,
+    frame,
+    message_bytes,
+)
+
+FRAME = 1 << 18
+"""Words in a frame (1 MiB)."""
+_DEPTH = 4
+"""Receives posted ahead per peer."""
+_TICK = 0.25
+
+
+@dataclass(eq=False)
+class _Peer:
+    """One peer: its queue, its threads, what was last heard of it."""
+
+    rank: int
+    ready: threading.Condition = field(default_factory=threading.Condition)
+    outgoing: deque[Tensor] = field(default_factory=deque)
+    sending: bool = False
+    heard: float = field(default_factory=time.monotonic)
+    step: int = -1
+    activity: Activity = Activity.SETUP
+    left: bool = False
+    said_bye: threading.Event = field(default_factory=threading.Event)
+    pid: int = 0
+    same_machine: bool = False
+
+
+class GlooTransport:
+    """Point-to-point messages over a gloo group of its own.
+
+    Make it right after ``torch.distributed.init_process_group``, on every rank: from then on a rank that dies, stalls
+    or raises (and calls `abort`) is noticed by the others.
+    """
+
+    def __init__(self, limits: FaultLimits | None = None, setup_timeout: float = 300.0) -> None:
+        """Connect to all ranks of the default process group.
+
+        setup_timeout: seconds within which every rank must get here.
+        """
+        self.limits = limits or FaultLimits()
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.bytes_sent = self.bytes_received = 0
+        self.inbox = Inbox()
+        self.deadline = Deadline(self.limits.exit_grace)
+        self._step, self._activity = -1, Activity.SETUP
+        self._closing = False
+        self._lock = threading.Lock()
+        # one group to meet within the time allowed for set-up, and one that never times out by itself:
+        # a paused run may be silent for hours but for heartbeats, and stalls are noticed by this class
+        meeting: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=setup_timeout))
+        identities = torch.zeros(self.world_size, 2, dtype=torch.int64)
+        identities[self.rank] = torch.tensor([machine_word(), os.getpid()])
+        dist.all_reduce(identities, group=meeting)
+        self._group: Any = dist.new_group(backend="gloo", timeout=timedelta(days=30))
+        self._peers = {r: _Peer(r) for r in range(self.world_size) if r != self.rank}
+        self._posted: list[tuple[Tensor, Any]] = []
+        for peer in self._peers.values():
+            peer.pid = int(identities[peer.rank, 1])
+            peer.same_machine = bool(identities[peer.rank, 0] == identities[self.rank, 0])
+            for work, name in ((self._receive_loop, "receive"), (self._send_loop, "send")):
+                threading.Thread(target=work, args=(peer,), name=f"odin-{name}-{peer.rank}", daemon=True).start()
+        threading.Thread(target=self._watch_loop, name="odin-watch", daemon=True).start()
+
+    # -- the engine's side
+
+    def send(self, peers: Iterable[int], kind: Kind, words: Tensor) -> None:
+        frame(words, kind, self._step, self._activity)
+        for number in peers:
+            self._enqueue(self._peers[number], words)
+
+    def receive(self, timeout: float | None) -> Received | None:
+        return self.inbox.get(timeout)
+
+    def report(self, step: int, activity: Activity) -> None:
+        changed = activity != self._activity
+        self._step, self._activity = step, activity
+        if changed:  # peers should know before they lose patience
+            self.send(self._peers, Kind.HEARTBEAT, empty_message())
+
+    def activity(self, peer: int) -> tuple[int, Activity]:
+        known = self._peers[peer]
+        return known.step, known.activity
+
+    def fail(self, failure: RankFailure) -> None:
+        if self._closing:
+            return
+        if self.inbox.fail(failure):
+            self.deadline.arm(str(failure))
+
+    def abort(self, reason: str, root: int | None = None) -> None:
+        words = bytes_message(f"{self.rank if root is None else root} {reason}".encode())
+        frame(words, Kind.ABORT, self._step, self._activity)
+        self._closing = True
+        for peer in self._peers.values():
+            self._enqueue(peer, words, urgent=True)
+        self._flush(2.0)
+        self.deadline.arm(reason)
+
+    def close(self) -> None:
+        frame(bye := empty_message(), Kind.BYE, self._step, self._activity)
+        for peer in self._peers.values():
+            self._enqueue(peer, bye)
+        end = time.monotonic() + self.limits.stall
+        for peer in self._peers.values():
+            while not peer.said_bye.wait(0.1):
+                if self.inbox.failure is not None:
+                    raise self.inbox.failure
+                if time.monotonic() > end and peer.activity == Activity.TRAINING:
+                    raise RankFailure(
+                        peer.rank, f"did not finish within {self.limits.stall:g} s of this rank", self._step
+                    )
+        self._flush(10.0)
+        self._closing = True
+        self.deadline.disarm()
+
+    def _enqueue(self, peer: _Peer, words: Tensor, urgent: bool = False) -> None:
+        with peer.ready:
+            peer.outgoing.appendleft(words) if urgent else peer.outgoing.append(words)
+            peer.ready.notify()
+
+    def _flush(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        for peer in self._peers.values():
+            with peer.ready:
+                while (peer.outgoing or peer.sending) and not peer.left and time.monotonic() < end:
+                    peer.ready.wait(0.05)
+
+    # -- threads
+
+    def _send_loop(self, peer: _Peer) -> None:
+        try:
+            while not peer.left:
+                with peer.ready:
+                    if not peer.outgoing:
+                        peer.ready.wait(self.limits.heartbeat)
+                    if peer.outgoing:
+                        words = peer.outgoing.popleft()
+                    else:
+                        words = empty_message()
+                        frame(words, Kind.HEARTBEAT, self._step, self._activity)
+                    peer.sending = True
+                for at in range(0, words.shape[0], FRAME):
+                    dist.send(words[at : at + FRAME], peer.rank, group=self._group)
+                self.bytes_sent += 4 * words.shape[0]
+                last = int(words[1]) == Kind.BYE
+                with peer.ready:
+                    peer.sending = False
+                    peer.ready.notify_all()
+                if last:
+                    return
+        except (RuntimeError, ValueError) as error:
+            self._lost(peer, error)
+
+    def _receive_loop(self, peer: _Peer) -> None:
+        frames = [torch.zeros(FRAME, dtype=torch.int32) for _ in range(_DEPTH)]
+        try:
+            requests = [dist.irecv(f, peer.rank, group=self._group) for f in frames]
+            self._posted.extend(zip(frames, requests))
+            message: Tensor | None = None
+            got = turn = 0
+            while True:
+                requests[turn].wait()  # type: ignore[union-attr]
+                arrived = time.monotonic()
+                peer.heard = arrived
+                words = frames[turn]
+                if message is None:
+                    message, got = self._open(peer, words), 0
+                size = min(FRAME, message.shape[0] - got)
+                message[got : got + size] = words[:size]
+                got += size
+                requests[turn] = dist.irecv(words, peer.rank, group=self._group)
+                turn = (turn + 1) % _DEPTH
+                if got == message.shape[0]:
+                    done, message = message, None
+                    self.bytes_received += 4 * done.shape[0]
+                    if self._handle(peer, done, arrived):
+                        return
+        except (RuntimeError, ValueError) as error:
+            self._lost(peer, error)
+
+    def _open(self, peer: _Peer, words: Tensor) -> Tensor:
+        magic, kind, size, step, activity = words[:5].tolist()
+        if magic != MAGIC or size < FRAME_WORDS or kind not in set(Kind):
+            raise RuntimeError(
+                f"message of rank {peer.rank} does not start with a header (magic {magic:#x}, {size} words)"
+            )
+        peer.step, peer.activity = step, Activity(activity)
+        return torch.empty(size, dtype=torch.int32)
+
+    def _handle(self, peer: _Peer, words: Tensor, arrived: float) -> bool:
+        """Deal with a whole message; whether it was the peer's last."""
+        kind = Kind(int(words[1]))
+        if kind == Kind.BYE:
+            peer.said_bye.set()
+            return True
+        if kind == Kind.ABORT:
+            root, text = message_bytes(words).decode(errors="replace").split(" ", 1)
+            source = "" if int(root) == peer.rank else f" [reported by rank {peer.rank}]"
+            self.fail(RankFailure(int(root), text + source))
+        elif kind != Kind.HEARTBEAT:
+            self.inbox.put(Received(peer.rank, kind, words, arrived))
+        return False
+
+    def _lost(self, peer: _Peer, error: Exception) -> None:
+        with peer.ready:
+            peer.left = True
+            peer.outgoing.clear()
+            peer.sending = False
+            peer.ready.notify_all()
+        if self._closing or peer.said_bye.is_set():
+            return
+        if self.inbox.failure is None:
+            time.sleep(0.2)  # a reason that the peer sent may still be on its way through the other thread
+        cause = str(error).splitlines()[0]
+        self.fail(RankFailure(peer.rank, f"died or lost its connection at its step {peer.step} [{cause}]"))
+
+    def _watch_loop(self) -> None:
+        pauses = OwnPauses(_TICK)
+        while not self._closing:
+            time.sleep(_TICK)
+            now = time.monotonic()
+            if pauses.paused():
+                for peer in self._peers.values():
+                    peer.heard = now
+            for peer in self._peers.values():
+                silent = now - peer.heard
+                if silent > self.limits.stall and not peer.left and not peer.said_bye.is_set():
+                    self.fail(
+                        RankFailure(
+                            peer.rank, f"has stalled at its step {peer.step}: no sign of life for {silent:.0f} s"
+                        )
+                    )
+                    if self.limits.kill_stalled and peer.same_machine:
+                        kill_process(peer.pid)
+                    peer.left = True

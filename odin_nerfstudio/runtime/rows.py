@@ -1,0 +1,184 @@
+"""Operations on rows of tensors: numba kernels on the CPU, torch operations with the same meaning elsewhere.
+
+Tables of parameters keep the user's shapes ([N, 3], [N, 15, 3], ...); everything here sees a row as its flattened
+trailing dimensions ([N, C]).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from odin_nerfstudio.runtime import row_kernels as kernels
+
+
+def on_cpu(tensor: Tensor) -> bool:
+    """Whether the numba kernels can work on this tensor."""
+    return tensor.device.type == "cpu"
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """The rows of a contiguous tensor, flattened, sharing memory and without gradient. [N, C]."""
+    plain = tensor.detach()
+    return plain.view(plain.shape[0], -1) if plain.numel() else plain.reshape(plain.shape[0], _columns(plain))
+
+
+def _columns(tensor: Tensor) -> int:
+    count = 1
+    for size in tensor.shape[1:]:
+        count *= size
+    return count
+
+
+def _np(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().numpy()
+
+
+def ids_of_mask(mask: Tensor) -> Tensor:
+    """Ascending rows whose mask byte is not zero. mask [N] uint8 -> [n] int32."""
+    if on_cpu(mask):
+        ids = np.empty(mask.shape[0], np.int32)
+        return torch.from_numpy(ids[: kernels.mask_to_ids(_np(mask), ids)].copy())
+    return mask.nonzero().flatten().int()
+
+
+def gather(source: Tensor, ids: Tensor, out: Tensor) -> None:
+    """out[k] = source[ids[k]]; rows of out beyond the ids are left alone. source [N, ...], ids [n] int32."""
+    if on_cpu(source):
+        kernels.gather(_np(flat(source)), _np(ids), _np(flat(out)))
+    else:
+        flat(out)[: ids.shape[0]] = flat(source)[ids.long()]
+
+
+def flag_rows(gradient: Tensor, width: int, flags: Tensor) -> None:
+    """Raise bit 1 in flags of rows with a non-zero in the first `width` columns, bit 2 of rows with a non-finite
+    one."""
+    if on_cpu(gradient):
+        kernels.flag_rows(_np(flat(gradient)), width, _np(flags))
+        return
+    part = flat(gradient)[: flags.shape[0], :width]
+    flags |= (part != 0).any(1).to(torch.uint8)
+    flags |= (~torch.isfinite(part)).any(1).to(torch.uint8) * 2
+
+
+def any_beyond(gradient: Tensor, width: int, count: int) -> bool:
+    """Whether the first `count` rows have a non-zero right of the first `width` columns."""
+    if on_cpu(gradient):
+        return bool(kernels.any_beyond(_np(flat(gradient)), width, count))
+    return bool((flat(gradient)[:count, width:] != 0).any())
+
+
+def order_active(flags: Tensor, ids: Tensor, first: Tensor) -> tuple[Tensor, int]:
+    """Positions of active rows, those whose id is marked in `first` in front; and how many of these there are.
+
+    flags [n] uint8 (bit 1: active), ids [n] int32, first [N] uint8 -> positions [m] int32.
+    """
+    if on_cpu(flags):
+        order = np.empty(flags.shape[0], np.int32)
+        count, front = kernels.order_active(_np(flags), _np(ids), _np(first), order)
+        return torch.from_numpy(order[:count]), int(front)
+    active = (flags & 1) != 0
+    early = active & (first[ids.long()] != 0)
+    front_ids, rest_ids = early.nonzero().flatten(), (active & ~early).nonzero().flatten()
+    return torch.cat((front_ids, rest_ids)).int(), int(front_ids.shape[0])
+
+
+def pack(gradient: Tensor, order: Tensor, width: int, out: Tensor, offset: int) -> None:
+    """out[k, offset : offset + width] = the first `width` columns of gradient[order[k]]."""
+    if on_cpu(gradient):
+        kernels.pack(_np(flat(gradient)), _np(order), width, _np(out), offset)
+    else:
+        out[:, offset : offset + width] = flat(gradient)[order.long(), :width]
+
+
+def scatter_add(target: Tensor, ids: Tensor, rows: Tensor, offset: int, width: int, mask: Tensor | None) -> None:
+    """target[ids[k]] += rows[k, offset : offset + width] on the first `width` columns, where the mask allows.
+
+    target [N, ...], ids [n] int32 unique, rows [n, C] float32, mask [N] uint8 or None for all.
+    """
+    if on_cpu(target):
+        args = (_np(flat(target)), _np(ids), _np(rows), offset, width)
+        if mask is None:
+            kernels.scatter_add(*args)
+        else:
+            kernels.scatter_add_masked(*args, _np(mask))
+        return
+    index, values = ids.long(), rows[:, offset : offset + width]
+    if mask is not None:
+        keep = mask[index] != 0
+        index, values = index[keep], values[keep]
+    table = flat(target)[:, :width]
+    table[index] = table[index] + values
+
+
+def clear(target: Tensor, ids: Tensor, width: int, mask: Tensor | None) -> None:
+    """target[ids[k]] = 0 on the first `width` columns, where the mask allows."""
+    if on_cpu(target):
+        if mask is None:
+            kernels.clear(_np(flat(target)), _np(ids), width)
+        else:
+            kernels.clear_masked(_np(flat(target)), _np(ids), width, _np(mask))
+        return
+    index = ids.long() if mask is None else ids.long()[mask[ids.long()] != 0]
+    flat(target)[index, :width] = 0
+
+
+def publishable(versions: Tensor, step: int, pending: Tensor, out: Tensor) -> int:
+    """out[i] = versions[i] == step and pending[i] == 0; returns how many. All [N]; int32, uint8, uint8."""
+    if on_cpu(versions):
+        return int(kernels.publishable(_np(versions), step, _np(pending), _np(out)))
+    out.copy_((versions == step) & (pending == 0))
+    return int(out.sum())
+
+
+def set_versions(versions: Tensor, mask: Tensor, value: int) -> None:
+    """versions[i] = value where mask[i] is not zero."""
+    if on_cpu(versions):
+        kernels.set_versions(_np(versions), _np(mask), value)
+    else:
+        versions.masked_fill_(mask != 0, value)
+
+
+def count_older(versions: Tensor, ids: Tensor, step: int) -> int:
+    """Number of ids whose version is below `step`."""
+    if on_cpu(versions):
+        return int(kernels.count_older(_np(versions), _np(ids), step))
+    return int((versions[ids.long()] < step).sum())
+
+
+def count_newer(versions: Tensor, ids: Tensor, step: int) -> int:
+    """Number of ids whose version is above `step`."""
+    if on_cpu(versions):
+        return int(kernels.count_newer(_np(versions), _np(ids), step))
+    return int((versions[ids.long()] > step).sum())
+
+
+def blocked(versions: Tensor, ids: Tensor, step: int, pending: Tensor) -> Tensor:
+    """The ids whose update of `step` is neither applied nor free of pending contributors. [m] int32."""
+    if on_cpu(versions):
+        out = np.empty(ids.shape[0], np.int32)
+        return torch.from_numpy(out[: kernels.blocked(_np(versions), _np(ids), step, _np(pending), out)].copy())
+    index = ids.long()
+    return ids[(versions[index] <= step) & (pending[index] != 0)]
+
+
+def add_counts(pending: Tensor, ids: Tensor, amount: int) -> None:
+    """pending[ids[k]] += amount, on uint8 counts. Ids are unique."""
+    if on_cpu(pending):
+        kernels.add_counts(_np(pending), _np(ids), amount)
+    else:
+        index = ids.long()
+        pending[index] = (pending[index].int() + amount).to(torch.uint8)
+
+
+def count_inside(mask: Tensor, ids: Tensor) -> int:
+    """Number of ids whose mask byte is not zero."""
+    return int(ids.shape[0]) - count_outside(mask, ids)
+
+
+def count_outside(mask: Tensor, ids: Tensor) -> int:
+    """Number of ids whose mask byte is zero."""
+    if on_cpu(mask):
+        return int(kernels.any_outside(_np(mask), _np(ids)))
+    return int((mask[ids.long()] == 0).sum())

@@ -1,0 +1,192 @@
+"""How messages travel between ranks. The engine sees `Transport` only.
+
+A transport moves int32 messages whose first FRAME_WORDS words are its own. It never blocks the caller of `send`,
+delivers the messages of one peer in order, and turns every kind of loss into a `RankFailure`.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from odin_nerfstudio.runtime.faults import RankFailure
+from odin_nerfstudio.runtime.messages import FRAME_WORDS
+
+MAGIC = 0x4F44494E
+
+
+class Kind(IntEnum):
+    """What a message is."""
+
+    HEARTBEAT = 1
+    ABORT = 2
+    BYE = 3
+    CONTRIBUTION = 4
+    PROGRESS = 5
+    NOTE = 6
+    BLOB = 7
+    REDUCED = 8
+
+
+class Activity(IntEnum):
+    """What a rank says it is doing. Peers wait without limit for a rank that is busy on purpose."""
+
+    SETUP = 0
+    TRAINING = 1
+    BUSY = 2
+    PAUSED = 3
+
+
+@dataclass(frozen=True)
+class Received:
+    """A message from a peer."""
+
+    peer: int
+    kind: Kind
+    words: Tensor
+    """The whole message. [W] int32 on the CPU."""
+    arrival: float
+    """Monotonic clock, seconds."""
+
+
+class Transport(Protocol):
+    """Moves messages between ranks."""
+
+    rank: int
+    world_size: int
+    bytes_sent: int
+    bytes_received: int
+
+    def send(self, peers: Iterable[int], kind: Kind, words: Tensor) -> None:
+        """Queue a message for some peers. The words must not change afterwards."""
+        ...
+
+    def receive(self, timeout: float | None) -> Received | None:
+        """The next message, or None after `timeout` seconds (0: at once; None: wait). Raises the failure, if any."""
+        ...
+
+    def report(self, step: int, activity: Activity) -> None:
+        """Say where this rank is; travels with every message and heartbeat."""
+        ...
+
+    def activity(self, peer: int) -> tuple[int, Activity]:
+        """Step and activity that a peer last reported."""
+        ...
+
+    def fail(self, failure: RankFailure) -> None:
+        """Note a failure; the first one counts."""
+        ...
+
+    def abort(self, reason: str, root: int | None = None) -> None:
+        """Tell every peer that rank `root` (default: this one) has failed and why. Returns within two seconds."""
+        ...
+
+    def close(self) -> None:
+        """Leave in good order: everything queued is delivered, and every peer leaves too."""
+        ...
+
+
+def frame(words: Tensor, kind: Kind, step: int, activity: Activity) -> None:
+    """Fill the frame header of a message."""
+    head = [MAGIC, int(kind), words.shape[0], step, int(activity)]
+    words[: len(head)] = torch.tensor(head, dtype=torch.int32)
+
+
+def empty_message(payload: Tensor | None = None) -> Tensor:
+    """A message around a payload of int32 words."""
+    size = 0 if payload is None else payload.shape[0]
+    words = torch.zeros(FRAME_WORDS + size, dtype=torch.int32)
+    if payload is not None:
+        words[FRAME_WORDS:] = payload
+    return words
+
+
+def bytes_message(data: bytes) -> Tensor:
+    """A message around bytes: their number, then the bytes padded to words."""
+    padded = data + b"\0" * (-len(data) % 4)
+    payload = torch.empty(1 + len(padded) // 4, dtype=torch.int32)
+    payload[0] = len(data)
+    if padded:
+        payload[1:] = torch.frombuffer(bytearray(padded), dtype=torch.int32)
+    return empty_message(payload)
+
+
+def message_bytes(words: Tensor) -> bytes:
+    """The bytes in a message made by `bytes_message`."""
+    size = int(words[FRAME_WORDS])
+    return words[FRAME_WORDS + 1 :].contiguous().view(torch.uint8).numpy().tobytes()[:size]
+
+
+class LocalTransport:
+    """The transport of a run with one rank: nothing travels."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = 0, 1
+        self.bytes_sent = self.bytes_received = 0
+
+    def send(self, peers: Iterable[int], kind: Kind, words: Tensor) -> None:
+        if list(peers):
+            raise ValueError("a run with one rank has no peers to send to")
+
+    def receive(self, timeout: float | None) -> Received | None:
+        if timeout != 0:
+            raise RuntimeError("a run with one rank would wait for a message for ever")
+        return None
+
+    def report(self, step: int, activity: Activity) -> None:
+        pass
+
+    def activity(self, peer: int) -> tuple[int, Activity]:
+        raise ValueError(f"a run with one rank has no rank {peer}")
+
+    def fail(self, failure: RankFailure) -> None:
+        raise failure
+
+    def abort(self, reason: str, root: int | None = None) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Inbox:
+    """Messages of all peers, in order of arrival, and the first failure."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Received | None] = queue.SimpleQueue()
+        self.failure: RankFailure | None = None
+
+    def put(self, message: Received) -> None:
+        self._queue.put(message)
+
+    def fail(self, failure: RankFailure) -> bool:
+        """Note a failure and wake the reader; whether it was the first."""
+        if self.failure is not None:
+            return False
+        self.failure = failure
+        self._queue.put(None)
+        return True
+
+    def get(self, timeout: float | None) -> Received | None:
+        """The next message, or None after `timeout` seconds. Raises the failure, if any."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while True:
+            if self.failure is not None:
+                raise self.failure
+            try:
+                if timeout == 0:
+                    message = self._queue.get_nowait()
+                else:
+                    left = None if end is None else max(0.0, end - time.monotonic())
+                    message = self._queue.get(timeout=left)
+            except queue.Empty:
+                return None
+            if message is not None:
+                return message

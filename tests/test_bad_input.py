@@ -223,7 +223,9 @@ def test_missing_empty_and_damaged_models(tmp_path: Path, fault: Callable, file:
 def test_damaged_text_models(tmp_path: Path) -> None:
     model = good(tmp_path, suffix=".txt")
     (model / "points3D.txt").write_text("1 0.0 0.0 1.0 3 3\n")
-    assert "points3D.txt: line 1 has too few fields" in refusal(colmap(tmp_path))
+    assert "points3D.txt: line 1 is not a point" in refusal(colmap(tmp_path))
+    (model / "images.txt").write_text("1 1 0 0 0 0 0 0 1 0.png\n1.5 2.5\n")
+    assert "images.txt: line 2 is not a list" in refusal(colmap(tmp_path))
     (model / "images.txt").write_text("1 1 0 0 0\n")
     assert "images.txt: line 1 is not an image" in refusal(colmap(tmp_path))
 

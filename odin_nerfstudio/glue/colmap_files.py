@@ -67,8 +67,8 @@ def count_points(path: Path) -> int:
         if path.suffix == TEXT:
             count = 0
             for number, line in _lines(path):
-                if len(line.split(None, 8)) < 8:
-                    raise bad_input(path, f"line {number} has too few fields", DAMAGED)
+                if not _is_point(line.split()):
+                    raise bad_input(path, f"line {number} is not a point", DAMAGED)
                 count += 1
             return count
         with _mapped(path) as view:
@@ -117,6 +117,18 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 yield number, stripped
 
 
+def _is_point(fields: list[str]) -> bool:
+    """Whether id, x y z, r g b, error and pairs of image id and observation can be read; nan and inf can."""
+    if len(fields) < 8 or len(fields) % 2:
+        return False
+    try:
+        np.array([*fields[1:4], fields[7]], dtype=np.float64)
+        integers = np.array([fields[0], *fields[4:7], *fields[8:]], dtype=np.int64)
+    except (ValueError, OverflowError):
+        return False
+    return bool((integers[1:4] >= 0).all() and (integers[1:4] <= 255).all())
+
+
 def _images_text(path: Path) -> list[RegisteredImage]:
     images: list[RegisteredImage] = []
     with path.open(encoding="utf-8") as file:
@@ -136,7 +148,12 @@ def _images_text(path: Path) -> list[RegisteredImage]:
                 )
             pose = tuple(float(value) for value in fields[1:8])
             images.append(RegisteredImage(int(fields[0]), fields[9], int(fields[8]), pose))
-            next(file, None)  # the observations: may be empty, for a view that sees nothing
+            observations = next(file, "").split()  # may be empty, for a view that sees nothing
+            if len(observations) % 3:
+                raise bad_input(path, f"line {number + 1} is not a list of x, y and point id", DAMAGED)
+            # a ValueError here is reported as damage
+            np.array(observations[0::3] + observations[1::3], dtype=np.float64)
+            np.array(observations[2::3], dtype=np.int64)
     return images
 
 

@@ -1,0 +1,325 @@
+"""Blending of one tile, forward and backward (Kerbl et al. 2023, with gsplat's thresholds).
+
+A block of 4 x 4 pixels is one vector. The loops go over the tile's splats, front to back, and the blocks that each can
+reach. The forward pass notes for every block that received something which lanes did (`lanes`, 16 bits); the backward
+pass reads that record in reverse, so it visits only blocks with a contribution and agrees exactly with the forward one.
+A negative transmittance marks a finished pixel; its magnitude is the final value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from odin_nerfstudio.rendering.cpu import simd
+from odin_nerfstudio.rendering.cpu.layout import (
+    ALPHA_MAX,
+    BLOCK,
+    G_ABS_X,
+    G_ABS_Y,
+    LOG2_ALPHA_MIN,
+    LOG2_E,
+    S_CA,
+    S_CB,
+    S_CC,
+    S_COLOUR,
+    S_LOG2_OPACITY,
+    S_OPACITY,
+    S_X,
+    S_Y,
+    TILE,
+    TILE_PIXELS,
+    TRANSMITTANCE_MIN,
+)
+
+_f = np.float32
+_ZERO, _HALF, _ONE = _f(0), _f(0.5), _f(1)
+_BLOCKS = TILE // BLOCK
+_SCALE = _f(-0.5) * LOG2_E  # exponents are in base 2
+_SLACK = _f(1e-3)  # rounding may lift an exponent above log2(opacity); more than this is a broken conic, skipped
+_LANE = np.arange(simd.LANES)
+OFFSETS = np.concatenate([_LANE % BLOCK, _LANE // BLOCK]).astype(np.float32) + _HALF  # lane centres, x then y
+
+# Scratch of one tile: planes of 256 floats in block order.
+_T, _C0, _C1, _C2, _C3 = 0, TILE_PIXELS, 2 * TILE_PIXELS, 3 * TILE_PIXELS, 4 * TILE_PIXELS
+_BEHIND = 5 * TILE_PIXELS
+SCRATCH = 6 * TILE_PIXELS
+
+
+@njit(inline="always")
+def _column(block):
+    return _f((block & (_BLOCKS - 1)) * BLOCK)
+
+
+@njit(inline="always")
+def _row(block):
+    return _f((block >> 2) * BLOCK)
+
+
+@njit(inline="always")
+def _pixel(k):
+    """Column and row in the tile of place k in block order."""
+    block, lane = k >> 4, k & 15
+    return (block & 3) * BLOCK + (lane & 3), (block >> 2) * BLOCK + (lane >> 2)
+
+
+def _make_forward(four: bool) -> Any:
+    @njit(nogil=True, cache=True, error_model="numpy")
+    def forward(
+        first,
+        end,
+        width,
+        height,
+        tile_start,
+        block_start,
+        pair_splat,
+        pair_mask,
+        splats,
+        background,
+        offsets,
+        image,
+        alphas,
+        transmittance,
+        taken,
+        processed,
+        lanes,
+    ):
+        """Render tiles [first, end) into `image` (H, W, X) and `alphas` (H, W), and record what `backward` needs:
+        final transmittance (T, 256), blocks reached per pair (`taken`), pairs looked at per tile (`processed`), and
+        the lanes that each such block took (`lanes`, from ``block_start[tile]`` on).
+        """
+        tiles_x = (width + TILE - 1) // TILE
+        channels = image.shape[2]
+        scratch = np.empty(SCRATCH, np.float32)
+        lane_x = simd.load(offsets, 0)
+        lane_y = simd.load(offsets, 16)
+        for tile in range(first, end):
+            ty = tile // tiles_x
+            ox = (tile - ty * tiles_x) * TILE
+            oy = ty * TILE
+            columns, rows = min(TILE, width - ox), min(TILE, height - oy)
+            for k in range(TILE_PIXELS):
+                scratch[_T + k] = _ONE
+            if columns < TILE or rows < TILE:
+                for k in range(TILE_PIXELS):
+                    x, y = _pixel(k)
+                    if x >= columns or y >= rows:
+                        scratch[_T + k] = -_ONE
+            for k in range(_C0, _C3 + TILE_PIXELS):
+                scratch[k] = _ZERO
+            open_blocks = np.int64(0xFFFF)
+            record = block_start[tile]
+            p = tile_start[tile]
+            stop = tile_start[tile + 1]
+            while p < stop and open_blocks != 0:
+                v = pair_splat[p]
+                todo = np.int64(pair_mask[p]) & open_blocks
+                done = 0
+                if todo != 0:
+                    mx, my = splats[v, S_X] - _f(ox), splats[v, S_Y] - _f(oy)
+                    qa, qb, qc = splats[v, S_CA] * _SCALE, splats[v, S_CB] * -LOG2_E, splats[v, S_CC] * _SCALE
+                    peak = splats[v, S_LOG2_OPACITY]
+                    ceiling = peak + _SLACK
+                    c0, c1, c2 = splats[v, S_COLOUR], splats[v, S_COLOUR + 1], splats[v, S_COLOUR + 2]
+                    c3 = splats[v, S_COLOUR + 3]
+                    while todo != 0:
+                        block = simd.lowest_bit(todo)
+                        todo &= todo - 1
+                        at = block * 16
+                        dx = (mx - _column(block)) - lane_x
+                        dy = (my - _row(block)) - lane_y
+                        e = simd.fma(simd.fma(qa, dx, qb * dy), dx, simd.fma(qc * dy, dy, peak))
+                        reached = simd.both(simd.greater_equal(e, LOG2_ALPHA_MIN), simd.greater_equal(ceiling, e))
+                        alpha = simd.minimum(simd.exp2(e), ALPHA_MAX)
+                        t = simd.load(scratch, _T + at)
+                        left = simd.fma(simd.negate(alpha), t, t)
+                        take = simd.both(reached, simd.greater(left, TRANSMITTANCE_MIN))
+                        t_next = simd.select(take, left, simd.select(reached, simd.negated_absolute(t), t))
+                        simd.store(scratch, _T + at, t_next)
+                        bits = simd.to_bits(take)
+                        if bits != 0:
+                            w = simd.select(take, alpha * t, _ZERO)
+                            simd.store(scratch, _C0 + at, simd.fma(w, c0, simd.load(scratch, _C0 + at)))
+                            simd.store(scratch, _C1 + at, simd.fma(w, c1, simd.load(scratch, _C1 + at)))
+                            simd.store(scratch, _C2 + at, simd.fma(w, c2, simd.load(scratch, _C2 + at)))
+                            if four:
+                                simd.store(scratch, _C3 + at, simd.fma(w, c3, simd.load(scratch, _C3 + at)))
+                            lanes[record] = bits
+                            record += 1
+                            done |= 1 << block
+                        if simd.to_bits(simd.greater(t_next, _ZERO)) == 0:
+                            open_blocks &= ~(1 << block)
+                taken[p] = done
+                p += 1
+            processed[tile] = p - tile_start[tile]
+            for k in range(TILE_PIXELS):
+                final = abs(scratch[_T + k])
+                transmittance[tile, k] = final
+                x, y = _pixel(k)
+                if x < columns and y < rows:
+                    alphas[oy + y, ox + x] = _ONE - final
+                    for c in range(channels):
+                        image[oy + y, ox + x, c] = scratch[_C0 + c * TILE_PIXELS + k] + final * background[c]
+
+    return forward
+
+
+def _make_backward(four: bool) -> Any:
+    @njit(nogil=True, cache=True, error_model="numpy")
+    def backward(
+        first,
+        end,
+        width,
+        height,
+        tile_start,
+        block_start,
+        pair_splat,
+        pair_slot,
+        splats,
+        background,
+        offsets,
+        transmittance,
+        taken,
+        processed,
+        lanes,
+        v_image,
+        v_alphas,
+        slots,
+        used,
+    ):
+        """Gradients of tiles [first, end): one row of `slots` (S, 12) for each pair that contributed, marked in `used`
+        (S,) uint8. `v_image` (H, W, X) and `v_alphas` (H, W) are the gradients of the two images.
+        """
+        tiles_x = (width + TILE - 1) // TILE
+        channels = v_image.shape[2]
+        scratch = np.zeros(SCRATCH, np.float32)
+        lane_x = simd.load(offsets, 0)
+        lane_y = simd.load(offsets, 16)
+        for tile in range(first, end):
+            p = tile_start[tile] + processed[tile] - 1
+            if p < tile_start[tile]:
+                continue
+            ty = tile // tiles_x
+            ox = (tile - ty * tiles_x) * TILE
+            oy = ty * TILE
+            columns, rows = min(TILE, width - ox), min(TILE, height - oy)
+            record = block_start[tile]
+            for q in range(tile_start[tile], p + 1):
+                record += simd.count_bits(np.int64(taken[q]))
+            for k in range(TILE_PIXELS):
+                x, y = _pixel(k)
+                final = transmittance[tile, k]
+                behind = _ZERO
+                if x < columns and y < rows:
+                    for c in range(channels):
+                        g = v_image[oy + y, ox + x, c]
+                        scratch[_C0 + c * TILE_PIXELS + k] = g
+                        behind += background[c] * g
+                    behind = final * (behind - v_alphas[oy + y, ox + x])
+                scratch[_T + k] = final
+                scratch[_BEHIND + k] = behind
+            while p >= tile_start[tile]:
+                todo = np.int64(taken[p])
+                if todo != 0:
+                    v = pair_splat[p]
+                    mx, my = splats[v, S_X] - _f(ox), splats[v, S_Y] - _f(oy)
+                    ca, cb, cc = splats[v, S_CA], splats[v, S_CB], splats[v, S_CC]
+                    qa, qb, qc = ca * _SCALE, cb * -LOG2_E, cc * _SCALE
+                    peak = splats[v, S_LOG2_OPACITY]
+                    c0, c1, c2 = splats[v, S_COLOUR], splats[v, S_COLOUR + 1], splats[v, S_COLOUR + 2]
+                    c3 = splats[v, S_COLOUR + 3]
+                    sum_x, sum_y, sum_ax, sum_ay = simd.zeros(), simd.zeros(), simd.zeros(), simd.zeros()
+                    sum_xx, sum_xy, sum_yy, sum_o = simd.zeros(), simd.zeros(), simd.zeros(), simd.zeros()
+                    sum_0, sum_1, sum_2, sum_3 = simd.zeros(), simd.zeros(), simd.zeros(), simd.zeros()
+                    while todo != 0:
+                        block = simd.highest_bit(todo)
+                        todo &= ~(1 << block)
+                        record -= 1
+                        take = simd.from_bits(lanes[record])
+                        at = block * 16
+                        dx = (mx - _column(block)) - lane_x
+                        dy = (my - _row(block)) - lane_y
+                        e = simd.fma(simd.fma(qa, dx, qb * dy), dx, simd.fma(qc * dy, dy, peak))
+                        raw = simd.exp2(e)
+                        alpha = simd.select(take, simd.minimum(raw, ALPHA_MAX), _ZERO)
+                        grow = simd.reciprocal(_ONE - alpha)
+                        t = simd.load(scratch, _T + at) * grow
+                        simd.store(scratch, _T + at, t)
+                        w = alpha * t
+                        g0, g1, g2 = (
+                            simd.load(scratch, _C0 + at),
+                            simd.load(scratch, _C1 + at),
+                            simd.load(scratch, _C2 + at),
+                        )
+                        colour = simd.fma(g2, c2, simd.fma(g1, c1, g0 * c0))
+                        if four:
+                            g3 = simd.load(scratch, _C3 + at)
+                            colour = simd.fma(g3, c3, colour)
+                            sum_3 = simd.fma(w, g3, sum_3)
+                        behind = simd.load(scratch, _BEHIND + at)
+                        # d loss / d alpha, then times alpha: the gradient of the (negative) exponent.
+                        v_alpha = simd.fma(t, colour, simd.negate(grow * behind))
+                        simd.store(scratch, _BEHIND + at, simd.fma(w, colour, behind))
+                        free = simd.both(take, simd.greater_equal(ALPHA_MAX, raw))
+                        v_exponent = simd.select(free, raw * v_alpha, _ZERO)
+                        vx, vy = v_exponent * dx, v_exponent * dy
+                        gx, gy = simd.fma(vx, ca, vy * cb), simd.fma(vx, cb, vy * cc)
+                        sum_x, sum_y = sum_x + gx, sum_y + gy
+                        sum_ax, sum_ay = sum_ax + simd.absolute(gx), sum_ay + simd.absolute(gy)
+                        sum_xx, sum_xy = simd.fma(vx, dx, sum_xx), simd.fma(vx, dy, sum_xy)
+                        sum_yy = simd.fma(vy, dy, sum_yy)
+                        sum_o = sum_o + v_exponent
+                        sum_0, sum_1, sum_2 = simd.fma(w, g0, sum_0), simd.fma(w, g1, sum_1), simd.fma(w, g2, sum_2)
+                    slot = pair_slot[p]
+                    used[slot] = 1
+                    slots[slot, S_X] = -simd.add_lanes(sum_x)
+                    slots[slot, S_Y] = -simd.add_lanes(sum_y)
+                    slots[slot, G_ABS_X] = simd.add_lanes(sum_ax)
+                    slots[slot, G_ABS_Y] = simd.add_lanes(sum_ay)
+                    slots[slot, S_CA] = -_HALF * simd.add_lanes(sum_xx)
+                    slots[slot, S_CB] = -simd.add_lanes(sum_xy)
+                    slots[slot, S_CC] = -_HALF * simd.add_lanes(sum_yy)
+                    slots[slot, S_OPACITY] = simd.add_lanes(sum_o) / splats[v, S_OPACITY]
+                    slots[slot, S_COLOUR] = simd.add_lanes(sum_0)
+                    slots[slot, S_COLOUR + 1] = simd.add_lanes(sum_1)
+                    slots[slot, S_COLOUR + 2] = simd.add_lanes(sum_2)
+                    slots[slot, S_COLOUR + 3] = simd.add_lanes(sum_3)
+                p -= 1
+
+    return backward
+
+
+forward_3, forward_4 = _make_forward(False), _make_forward(True)
+backward_3, backward_4 = _make_backward(False), _make_backward(True)
+
+
+@njit(nogil=True, cache=True)
+def gather(first, end, rows, slot_start, slot_end, slots, used, sums, means2d, means2d_abs):
+    """Sum the slots of the splats [first, end) in order.
+
+    Writes them to `sums` (V, 16), and those of the 2D mean also to the rows of the primitives in `means2d`
+    and `means2d_abs` (N, 2).
+    """
+    for v in range(first, end):
+        for k in range(16):
+            sums[v, k] = _ZERO
+        for slot in range(slot_start[v], slot_end[v]):
+            if used[slot] != 0:
+                for k in range(12):
+                    sums[v, k] += slots[slot, k]
+        i = rows[v]
+        means2d[i, 0] = sums[v, S_X]
+        means2d[i, 1] = sums[v, S_Y]
+        means2d_abs[i, 0] = sums[v, G_ABS_X]
+        means2d_abs[i, 1] = sums[v, G_ABS_Y]
+
+
+@njit(nogil=True, cache=True)
+def weighted_sums(weights, values, sums):
+    """Add, channel by channel, ``weights * values`` over all pixels to `sums` float64, in reading order."""
+    for y in range(values.shape[0]):
+        for x in range(values.shape[1]):
+            for c in range(values.shape[2]):
+                sums[c] += np.float64(weights[y, x]) * np.float64(values[y, x, c])

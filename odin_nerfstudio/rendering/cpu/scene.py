@@ -1,0 +1,384 @@
+"""One call of the rasterizer, stage by stage on NumPy arrays: projection, sorting into tiles, blending, and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from odin_nerfstudio.rendering.cpu import binning, gradients, pixels, projection
+from odin_nerfstudio.rendering.cpu.layout import C_POSITION, PAIR_GRADIENT, SPLAT, TILE, TILE_PIXELS
+from odin_nerfstudio.rendering.threads import render_threads, run
+
+Array = np.ndarray[Any, Any]
+
+_ROWS_PER_CHUNK = 16384
+# The camera's gradients are summed per so many visible rows, then over these chunks: an order that depends on nothing
+# but the visible rows.
+_VISIBLE_PER_CHUNK = 4096
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What stays the same for all cameras of a call."""
+
+    width: int
+    height: int
+    sh_degree: int  # -1: colours are final values
+    color_channels: int  # channels taken from the colours (0 where only depth is rendered)
+    depth_channel: int  # channel that carries the depth, or -1
+    antialiased: bool
+
+    @property
+    def channels(self) -> int:
+        return self.color_channels + (self.depth_channel >= 0)
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Tiles along x and y."""
+        return (self.width + TILE - 1) // TILE, (self.height + TILE - 1) // TILE
+
+
+@dataclass
+class Primitives:
+    """Contiguous float32 arrays: means (N, 3), quats (N, 4), scales (N, 3), opacities (N,), colors (N, K, 3 or D)."""
+
+    means: Array
+    quats: Array
+    scales: Array
+    opacities: Array
+    colors: Array
+
+
+@dataclass
+class Projected:
+    """One camera's projection of all rows, and the records of the visible ones."""
+
+    radii: Array  # (N,) int32
+    means2d: Array  # (N, 2)
+    depths: Array  # (N,)
+    conics: Array  # (N, 3)
+    opacities: Array  # (N,), compensated
+    rows: Array = field(default_factory=lambda: np.empty(0, np.int64))  # (V,) visible rows, ascending
+    splats: Array = field(default_factory=lambda: np.empty((0, SPLAT), np.float32))  # (V, 16)
+    tile_bound: Array = field(default_factory=lambda: np.empty(0, np.int32))  # (V,)
+
+
+@dataclass
+class Tiles:
+    """Pairs of splats and tiles, listed per tile front to back."""
+
+    tile_start: Array  # (T + 1,) int64
+    block_start: Array  # (T + 1,) int64
+    pair_splat: Array  # (P,) int32
+    pair_mask: Array  # (P,) uint16
+    pair_slot: Array  # (P,) int32
+    slot_start: Array  # (V,) int64
+    slot_end: Array  # (V,) int64
+
+
+@dataclass
+class Blended:
+    """What blending leaves for the backward pass."""
+
+    transmittance: Array  # (T, 256)
+    taken: Array  # (P,) uint16
+    processed: Array  # (T,) int64
+    lanes: Array  # (B,) uint16
+
+
+def _spans(count: int, size: int) -> list[tuple[int, int]]:
+    return [(a, min(a + size, count)) for a in range(0, count, size)]
+
+
+def _even_spans(weights: Array, parts: int) -> list[tuple[int, int]]:
+    """Cut indices into at most `parts` runs of about equal weight, given the running total of weights (n + 1,)."""
+    count = len(weights) - 1
+    targets = weights[0] + (weights[-1] - weights[0]) * np.arange(1, parts) / parts
+    cuts = [0, *np.searchsorted(weights[1:], targets).tolist(), count]
+    return [(a, b) for a, b in pairwise(cuts) if a < b]
+
+
+def project(primitives: Primitives, settings: Settings, camera: Array, out: Projected) -> None:
+    """Fill `out`, whose per-row arrays are allocated (contents arbitrary), for one camera record."""
+    p = primitives
+    spans = _spans(len(p.means), _ROWS_PER_CHUNK)
+    run(
+        lambda k: projection.project(
+            *spans[k],
+            p.means,
+            p.quats,
+            p.scales,
+            p.opacities,
+            camera,
+            settings.antialiased,
+            out.radii,
+            out.means2d,
+            out.depths,
+            out.conics,
+            out.opacities,
+        ),
+        len(spans),
+    )
+    out.rows = np.flatnonzero(out.radii)
+    visible = len(out.rows)
+    out.splats = np.empty((visible, SPLAT), np.float32)
+    out.tile_bound = np.empty(visible, np.int32)
+    chunks = _spans(visible, _ROWS_PER_CHUNK // 4)
+    run(
+        lambda k: projection.shade(
+            *chunks[k],
+            out.rows,
+            p.means,
+            p.colors,
+            settings.sh_degree,
+            settings.color_channels,
+            settings.depth_channel,
+            camera,
+            out.radii,
+            out.means2d,
+            out.depths,
+            out.conics,
+            out.opacities,
+            out.splats,
+            out.tile_bound,
+        ),
+        len(chunks),
+    )
+
+
+def sort_into_tiles(projected: Projected, settings: Settings) -> Tiles:
+    """List every tile's splats front to back."""
+    rows, splats, bound = projected.rows, projected.splats, projected.tile_bound
+    visible = len(rows)
+    tiles = settings.tiles[0] * settings.tiles[1]
+    order, keys, spare_order, spare_keys = (np.empty(visible, np.int32) for _ in range(4))
+    binning.depth_order(rows, projected.depths.view(np.int32), order, keys, spare_order, spare_keys)
+    capacity = np.zeros(visible + 1, np.int64)
+    np.cumsum(bound[order], out=capacity[1:])
+
+    chunks = _even_spans(capacity, render_threads()) if visible else []
+    listed_tile, listed_mask = np.empty(capacity[-1], np.int32), np.empty(capacity[-1], np.uint16)
+    slot_start, slot_end = np.zeros(visible, np.int64), np.zeros(visible, np.int64)
+    pairs_per_tile = np.zeros((max(len(chunks), 1), tiles), np.int64)
+    blocks_per_tile = np.zeros_like(pairs_per_tile)
+    run(
+        lambda k: binning.emit(
+            *chunks[k],
+            order,
+            splats,
+            capacity,
+            settings.width,
+            settings.height,
+            slot_start,
+            slot_end,
+            listed_tile,
+            listed_mask,
+            pairs_per_tile[k],
+            blocks_per_tile[k],
+        ),
+        len(chunks),
+    )
+    listed = pairs_per_tile.sum(axis=1)
+    tile_start, block_start = np.empty(tiles + 1, np.int64), np.empty(tiles + 1, np.int64)
+    binning.tile_offsets(pairs_per_tile, blocks_per_tile, tile_start, block_start)
+    total = int(tile_start[-1])
+    pair_splat, pair_slot = np.empty(total, np.int32), np.empty(total, np.int32)
+    pair_mask = np.empty(total, np.uint16)
+    used_before = np.concatenate([[0], np.cumsum(listed)])
+    run(
+        lambda k: binning.scatter(
+            *chunks[k],
+            order,
+            slot_start,
+            slot_end,
+            int(capacity[chunks[k][0]] - used_before[k]),
+            listed_tile,
+            listed_mask,
+            pairs_per_tile[k],
+            pair_splat,
+            pair_mask,
+            pair_slot,
+        ),
+        len(chunks),
+    )
+    return Tiles(tile_start, block_start, pair_splat, pair_mask, pair_slot, slot_start, slot_end)
+
+
+def _tile_spans(tiles: Tiles) -> list[tuple[int, int]]:
+    count = len(tiles.tile_start) - 1
+    threads = render_threads()
+    if threads == 1:
+        return [(0, count)]
+    # An empty tile costs about as much as a few blocks.
+    return _even_spans(tiles.block_start + 16 * np.arange(count + 1), 8 * threads)
+
+
+def blend(splats: Array, tiles: Tiles, settings: Settings, background: Array, image: Array, alphas: Array) -> Blended:
+    """Blend into `image` (H, W, X) and `alphas` (H, W); `background` is float32 (4,)."""
+    count = len(tiles.tile_start) - 1
+    total = len(tiles.pair_splat)
+    record = Blended(
+        np.empty((count, TILE_PIXELS), np.float32),
+        np.empty(total, np.uint16),
+        np.empty(count, np.int64),
+        np.empty(int(tiles.block_start[-1]), np.uint16),
+    )
+    kernel = pixels.forward_3 if settings.channels <= 3 else pixels.forward_4
+    spans = _tile_spans(tiles)
+    run(
+        lambda k: kernel(
+            *spans[k],
+            settings.width,
+            settings.height,
+            tiles.tile_start,
+            tiles.block_start,
+            tiles.pair_splat,
+            tiles.pair_mask,
+            splats,
+            background,
+            pixels.OFFSETS,
+            image,
+            alphas,
+            record.transmittance,
+            record.taken,
+            record.processed,
+            record.lanes,
+        ),
+        len(spans),
+    )
+    return record
+
+
+def blend_backward(
+    splats: Array,
+    rows: Array,
+    tiles: Tiles,
+    record: Blended,
+    settings: Settings,
+    background: Array,
+    v_image: Array,
+    v_alphas: Array,
+    v_means2d: Array,
+    v_means2d_abs: Array,
+    v_splats: Array,
+) -> None:
+    """Gradients of `blend`: of the records `v_splats` (V, 16), and, in the visible rows of the zeroed `v_means2d` and
+    `v_means2d_abs` (N, 2), of the means in pixels and their absolute sums.
+    """
+    total = len(tiles.pair_splat)
+    slots = np.empty((total, PAIR_GRADIENT), np.float32)
+    used = np.zeros(total, np.uint8)
+    kernel = pixels.backward_3 if settings.channels <= 3 else pixels.backward_4
+    spans = _tile_spans(tiles)
+    run(
+        lambda k: kernel(
+            *spans[k],
+            settings.width,
+            settings.height,
+            tiles.tile_start,
+            tiles.block_start,
+            tiles.pair_splat,
+            tiles.pair_slot,
+            splats,
+            background,
+            pixels.OFFSETS,
+            record.transmittance,
+            record.taken,
+            record.processed,
+            record.lanes,
+            v_image,
+            v_alphas,
+            slots,
+            used,
+        ),
+        len(spans),
+    )
+    chunks = _spans(len(rows), _ROWS_PER_CHUNK)
+    run(
+        lambda k: pixels.gather(
+            *chunks[k], rows, tiles.slot_start, tiles.slot_end, slots, used, v_splats, v_means2d, v_means2d_abs
+        ),
+        len(chunks),
+    )
+
+
+def project_backward(
+    primitives: Primitives,
+    settings: Settings,
+    camera: Array,
+    rows: Array,
+    splats: Array,
+    v_means2d: Array,
+    v_depths: Array,
+    v_splats: Array,
+    v_primitives: Primitives,
+    accumulate: bool,
+    want_camera: bool,
+) -> Array:
+    """Gradients of `project` into `v_primitives` (added to it where `accumulate`); returns that of the 4 x 4 view
+    matrix, float32, whose last row is zero (zero altogether without `want_camera`).
+    """
+    count, visible = len(primitives.means), len(rows)
+    chunks = _spans(visible, _VISIBLE_PER_CHUNK) or [(0, 0)]
+    row_cuts = [0, *(int(rows[a]) for a, _ in chunks[1:]), count]
+    partial = np.zeros((len(chunks), gradients.CAMERA_SUMS))
+    p, g = primitives, v_primitives
+    run(
+        lambda k: gradients.backward(
+            row_cuts[k],
+            row_cuts[k + 1],
+            *chunks[k],
+            rows,
+            p.means,
+            p.quats,
+            p.scales,
+            p.opacities,
+            p.colors,
+            settings.sh_degree,
+            settings.color_channels,
+            settings.depth_channel,
+            camera,
+            settings.antialiased,
+            accumulate,
+            splats,
+            v_means2d,
+            v_depths,
+            v_splats,
+            g.means,
+            g.quats,
+            g.scales,
+            g.opacities,
+            g.colors,
+            want_camera,
+            partial[k],
+        ),
+        len(chunks),
+    )
+    v_viewmat = np.zeros((4, 4), np.float32)
+    if want_camera:
+        total = np.zeros(gradients.CAMERA_SUMS)
+        for row in partial:
+            total += row
+        # The camera's position is p = -R^-1 t, so dp = -R^-1 (dR p + dt).
+        position = camera[C_POSITION : C_POSITION + 3].astype(np.float64)
+        inverse = projection.inverse_rotation(camera)
+        pulled = [float(sum(inverse[k, j] * total[12 + k] for k in range(3))) for j in range(3)]
+        for i in range(3):
+            for j in range(3):
+                v_viewmat[i, j] = total[3 * i + j] - pulled[i] * position[j]
+            v_viewmat[i, 3] = total[9 + i] - pulled[i]
+    return v_viewmat
+
+
+def background_gradient(record: Blended, settings: Settings, v_image: Array) -> Array:
+    """Gradient of the background, float64 (4,): incoming gradients weighted by what shines through, summed by rows."""
+    across, down = settings.tiles
+    # From block order to an image.
+    planes = record.transmittance.reshape(down, across, 4, 4, 4, 4).transpose(0, 2, 4, 1, 3, 5)
+    weights = planes.reshape(down * TILE, across * TILE)[: settings.height, : settings.width]
+    result = np.zeros(4)
+    pixels.weighted_sums(np.ascontiguousarray(weights), v_image, result)
+    return result

@@ -11,7 +11,7 @@ from nerfstudio.data.dataparsers.colmap_dataparser import MAX_AUTO_RESOLUTION, C
 from nerfstudio.data.utils import colmap_parsing_utils
 from nerfstudio.process_data.colmap_utils import parse_colmap_camera_params
 
-from odin_nerfstudio.glue.check_common import MIN_POINTS, missing_files, refuse_one_place
+from odin_nerfstudio.glue.check_common import MAX_SIZE, MIN_POINTS, missing_files, refuse_one_place
 from odin_nerfstudio.glue.colmap_files import (
     BINARY,
     DAMAGED,
@@ -141,7 +141,8 @@ def _check_cameras(model: _Model) -> None:
         camera = cameras.get(camera_id)
         if camera is None:
             raise bad_input(path, f"camera {camera_id}, which an image names, is missing", DAMAGED)
-        if camera.width < 1 or camera.height < 1 or not np.isfinite(camera.params).all():
+        size = (camera.width, camera.height)
+        if not (min(size) >= 1 and max(size) <= MAX_SIZE) or not np.isfinite(camera.params).all():
             raise bad_input(path, f"camera {camera_id} has no valid size or parameters", DAMAGED)
         try:
             parsed = parse_colmap_camera_params(camera)

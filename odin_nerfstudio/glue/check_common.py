@@ -11,6 +11,8 @@ import numpy.typing as npt
 
 from odin_nerfstudio.glue.input_error import bad_input
 
+MAX_SIZE = 2**31 - 1
+"""nerfstudio keeps image sizes in 32 bits."""
 MIN_POINTS = 4
 """Initial scales come from each point's three nearest neighbours."""
 THREADS = 8

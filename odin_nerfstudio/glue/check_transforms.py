@@ -11,7 +11,7 @@ import numpy as np
 from nerfstudio.cameras.cameras import CAMERA_MODEL_TO_TYPE
 from nerfstudio.data.dataparsers.nerfstudio_dataparser import MAX_AUTO_RESOLUTION, NerfstudioDataParserConfig
 
-from odin_nerfstudio.glue.check_common import MIN_POINTS, missing_files, refuse_one_place
+from odin_nerfstudio.glue.check_common import MAX_SIZE, MIN_POINTS, missing_files, refuse_one_place
 from odin_nerfstudio.glue.colmap_files import find_model
 from odin_nerfstudio.glue.images import open_image
 from odin_nerfstudio.glue.input_error import bad_input
@@ -98,6 +98,8 @@ def _is_size(value: Any, key: str) -> bool:
         number = float(value)
     except (TypeError, ValueError):
         return False
+    if key in ("w", "h"):
+        return 1 <= number <= MAX_SIZE
     return bool(np.isfinite(number)) and (key in ("cx", "cy") or number > 0)
 
 

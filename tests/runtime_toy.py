@@ -74,7 +74,7 @@ class ToyPlan:
     """Random order, lanes dealt to ranks in turn."""
 
     def __init__(self, toy: Toy, world_size: int) -> None:
-        self.lanes, self.steps, self._ranks = toy.lanes, toy.steps, world_size
+        self.views_per_step, self.steps, self._ranks = toy.lanes, toy.steps, world_size
         rng = np.random.default_rng(toy.seed)
         if toy.empty_lanes:
             order = [
@@ -87,7 +87,7 @@ class ToyPlan:
             self._order = np.concatenate([rng.permutation(toy.views) for _ in range(epochs)])
 
     def view(self, step: int, lane: int) -> int:
-        return int(self._order[step * self.lanes + lane])
+        return int(self._order[step * self.views_per_step + lane])
 
     def rank(self, step: int, lane: int) -> int:
         return lane % self._ranks

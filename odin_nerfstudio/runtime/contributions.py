@@ -82,7 +82,7 @@ def _refuse(task: Task, table: RowTable, shadow: TableShadow, gradients: Mapping
     names = [n for n, g in gradients.items() if not bool(torch.isfinite(rows.flat(g)[: shadow.count][bad]).all())]
     shown = ", ".join(str(i) for i in ids[:_NAMED_ROWS]) + (", ..." if len(ids) > _NAMED_ROWS else "")
     raise NonFiniteGradient(
-        f"step {task.step}: view {task.view} gave gradients that are not finite in {len(ids)} rows of table {table.name}"
-        f" (rows {shown}; {', '.join(names)}). Nothing was applied. Look at these primitives and at the view's image and"
-        " camera; a lower learning rate or a stricter prune often helps"
+        f"step {task.step}: view {task.view} gave gradients that are not finite in {len(ids)} rows of table"
+        f" {table.name} (rows {shown}; {', '.join(names)}). Nothing was applied. Look at these primitives and at the"
+        " view's image and camera; a lower learning rate or a stricter prune often helps"
     )

@@ -1,35 +1,33 @@
-"""The engine: one replica's side of primitive-level synchronization. Its hooks are all that a trainer sees of Odin.
+"""The engine: a replica's side of primitive-level synchronization. Its hooks are all that a trainer sees of Odin.
 
 Public API, in the order of use::
 
-    transport = GlooTransport(FaultLimits(stall=120))       # right after init_process_group; LocalTransport() for one
-    rank table = RowTable("gaussians", parameters=model.gauss_params, optimizers={name: adam}, reads=rule,
+    transport = GlooTransport(FaultLimits(stall=120))      # right after init_process_group; LocalTransport() for one rank
+    table = RowTable("gaussians", model.gauss_params, {name: adam}, reads=VisibilityReads(...),
                      schedule=lambda step: {name: lr}, padding=lambda view: {name: row}, multiple=64,
                      active_columns=lambda step: {"features_rest": 3 * bands}, dense_terms=[DenseTerm(...)],
                      statistics=DensificationStatistics(strategy_state, absgrad=True))
-    cameras = RowTable("cameras", {"pose_adjustment": p}, {"pose_adjustment": adam}, ViewRow(), schedule, defer=False)
+    cameras = RowTable("cameras", {"pose": p}, {"pose": adam}, ViewRow(), schedule, defer=False)
     engine = Engine(plan, [table, cameras], transport, QualityPolicy(), EngineOptions(lookahead=2, seed=42),
-                    is_structural=strategy_acts_at, start_step=step)
-    for step in range(step, plan.steps):
-        for word in engine.due(step): ...                     # announcements ("stop", "pause") that take effect here
-        for task in engine.tasks(step):                       # this rank's lanes; task.step, task.lane, task.view
-            shadow = engine.acquire(task)                     # hook 1: waits for what the task reads
-            leaves = shadow["gaussians"].leaves               # {name: leaf [n_padded, ...]}; .count rows are real, .ids say which
-            ... forward, backward on leaves and shadow["cameras"].leaves ...
-            engine.contribute(task, shadow, info)             # hook 2: gradients and info (gsplat's meta) leave for the peers
-        engine.publish(step)                                  # hook 3: updates become visible, the moment they may
-        if strategy_acts_at(step):
-            engine.structural(step, surgery, strategy_state)  # drains; surgery() runs with randomness keyed by (seed, step)
-        if checkpoint or evaluation is due:
-            with engine.busy():                               # peers wait without limit for a rank that is busy on
-            purpose
-                engine.drain(); ...                           # state = parameters + Adam + statistics + step, nothing else
-    engine.drain(); summaries = engine.collect(); engine.close()
+                    is_structural=strategy_acts_at, start_step=first)
+    for step in range(first, last):
+        for word in engine.due(step): ...                  # announced words ("stop", "pause"), at one step on all ranks
+        for task in engine.tasks(step):                    # this rank's lanes: task.step, task.lane, task.view
+            shadow = engine.acquire(task)                  # hook 1: waits for what the task reads
+            mine = shadow["gaussians"]                     # .leaves {name: leaf [n_padded, ...]}, .ids [n], .count = n
+            ...                                            # forward, backward on these and shadow["cameras"].leaves
+            engine.contribute(task, shadow, info)          # hook 2: gradients and gsplat's meta leave for the peers
+        engine.publish(step)                               # hook 3: updates become visible, as soon as they may
+        if strategy_acts_at(step):                         # surgery() changes parameters, optimizers and state
+            engine.structural(step, surgery, strategy_state)
+        if due_for_checkpoint_or_evaluation:
+            with engine.busy():                            # peers wait without limit for a rank that is busy on purpose
+                engine.drain()                             # now the state is parameters, Adam, statistics and the step
+    engine.drain(); totals = engine.collect(); engine.close()
 
-`plan` has ``lanes``, ``steps``, ``view(step, lane)`` (negative: the lane is empty) and ``rank(step, lane)``. On an
-exception call ``engine.abort(error)``: peers end within seconds with a `RankFailure` that names the rank. Losses are
-scaled by the caller (``/ lanes`` to equal gradient accumulation). ``engine.announce("stop")`` may be called on any
-rank at any time between hooks; ``due`` returns the word at the same step on all ranks.
+`plan` is a `frontier.TaskPlan`. On an exception call ``engine.abort(error)``: the peers end within seconds with a
+`RankFailure` that names this rank. Losses are scaled by the caller (``/ lanes`` to equal gradient accumulation).
+``engine.announce("stop")`` may be called on any rank between hooks; ``due`` returns the word at the same step on all.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,12 +43,12 @@ from torch import Tensor
 from odin_nerfstudio.runtime import contributions, hazards, rows
 from odin_nerfstudio.runtime.exchange import Exchange
 from odin_nerfstudio.runtime.faults import RankFailure
+from odin_nerfstudio.runtime.frontier import Frontier, TaskPlan
 from odin_nerfstudio.runtime.gate import (
     BARRIER,
     DRAIN,
     LOOKAHEAD,
     STRUCTURAL,
-    Awaited,
     Decision,
     Gate,
     GatePolicy,
@@ -59,21 +57,9 @@ from odin_nerfstudio.runtime.gate import (
 from odin_nerfstudio.runtime.keyed import keyed_randomness
 from odin_nerfstudio.runtime.publication import Publisher
 from odin_nerfstudio.runtime.shadow import Shadow, ShadowPool, Task
-from odin_nerfstudio.runtime.staging import Phase, StepStaging
 from odin_nerfstudio.runtime.store import PublishedStore, RowTable
 from odin_nerfstudio.runtime.telemetry import StepRecord, Telemetry, now
 from odin_nerfstudio.runtime.transport import Activity, LocalTransport, Transport
-
-
-class TaskPlan(Protocol):
-    """Who renders what when."""
-
-    @property
-    def lanes(self) -> int: ...
-    @property
-    def steps(self) -> int: ...
-    def view(self, step: int, lane: int) -> int: ...
-    def rank(self, step: int, lane: int) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -104,8 +90,8 @@ class Engine:
         is_structural: Callable[[int], bool] = lambda step: False,
         start_step: int = 0,
     ) -> None:
-        if not 1 <= plan.lanes <= 255:
-            raise ValueError(f"views per step: {plan.lanes} lanes are not within 1 to 255")
+        if not 1 <= plan.views_per_step <= 255:
+            raise ValueError(f"views per step: {plan.views_per_step} lanes are not within 1 to 255")
         self.plan = plan
         self.store = PublishedStore(tables)
         self.transport: Transport = transport or LocalTransport()
@@ -114,16 +100,18 @@ class Engine:
         self.is_structural = is_structural
         self.telemetry = Telemetry(self.transport.rank, self.options.trace)
         self.publisher = Publisher(tables, self.options.debug)
-        self.on_step: Callable[[StepRecord], None] | None = None
-        """Called with the record of every step that is published entirely."""
-        self.staged_rows = 0
-        """Gradient rows staged since the start; equals `publisher.applied_rows` at every drain."""
+        self.frontier = Frontier(
+            plan,
+            tables,
+            self.policy,
+            self.publisher,
+            self.telemetry,
+            self.transport.rank,
+            self.transport.world_size,
+            start_step,
+        )
         self._pools = {t.name: ShadowPool(t) for t in tables}
-        self._steps: dict[int, StepStaging] = {}
-        self._low = self._current = start_step
         self._surgery_done = start_step - 1
-        self._gate_times: dict[int, float] = {}
-        self._complete_at = 0.0
         self._open: set[tuple[int, int]] = set()
         self._done: set[tuple[int, int]] = set()
         self._exchange = Exchange(self)
@@ -140,17 +128,21 @@ class Engine:
     @property
     def current(self) -> int:
         """The step that this rank works on: it has contributed to all older ones."""
-        return self._current
+        return self.frontier.current
 
     @property
     def low(self) -> int:
         """The oldest step that is not published entirely."""
-        return self._low
+        return self.frontier.low
 
     def tasks(self, step: int) -> list[Task]:
         """This rank's tasks of a step, in lane order."""
-        mine = [n for n in range(self.plan.lanes) if self.plan.rank(step, n) == self.transport.rank]
+        mine = [n for n in range(self.plan.views_per_step) if self.plan.rank(step, n) == self.transport.rank]
         return [Task(step, n, v) for n in mine if (v := self.plan.view(step, n)) >= 0]
+
+    def on_step(self, call: Callable[[StepRecord], None]) -> None:
+        """Have a function called with the record of every step that is published entirely."""
+        self.frontier.on_step = call
 
     # -- hook 1
 
@@ -161,24 +153,32 @@ class Engine:
             RankFailure: A rank failed or stalled.
             ValueError: The task is not one of the current step's.
         """
-        if task.step != self._current or (task.step, task.lane) in self._open | self._done:
-            raise ValueError(f"acquire: {task} is out of order; this rank works on step {self._current}")
+        if task.step != self.frontier.current or (task.step, task.lane) in self._open | self._done:
+            raise ValueError(f"acquire: {task} is out of order; this rank works on step {self.frontier.current}")
         begin = now()
         record = self.telemetry.record(task.step)
-        self._gate_times.setdefault(task.step, begin)
+        self.frontier.gate_times.setdefault(task.step, begin)
         self._exchange.poll()
-        self._publish_ready(task.step)
+        self.frontier.publish_ready(task.step)
         waited = record.waited + record.publish
         ids = [self._read_ids(table, task) for table in self.tables]
-        gate = Gate(task.step, task.view, ids, self.tables, self._outstanding, self._track, self.options.lookahead)
+        gate = Gate(
+            task.step,
+            task.view,
+            ids,
+            self.tables,
+            self.frontier.outstanding,
+            self.frontier.track,
+            self.options.lookahead,
+        )
         while not (decision := self.policy.decide(gate)).open:
             if self.policy.partial:
-                self._publish_some(task.step)
+                self.frontier.publish_some(task.step)
             self._await(task.step, decision)
-            self._publish_ready(task.step)
-        if self.policy.partial and self._low < task.step:
-            self._publish_some(task.step)
-        if self.options.debug and self.policy.least_lag == 0:
+            self.frontier.publish_ready(task.step)
+        if self.policy.partial and self.frontier.low < task.step:
+            self.frontier.publish_some(task.step)
+        if self.policy.partial and self.policy.least_lag == 0:
             for table, read in zip(self.tables, ids):
                 hazards.check_read(table, read, task.step)
         shadow = Shadow(task, {t.name: self._pools[t.name].take(i, task.view) for t, i in zip(self.tables, ids)})
@@ -220,7 +220,7 @@ class Engine:
         record.sent += self._exchange.send(message)
         record.active_rows += int(message.tables[0].ids.shape[0])
         record.deferred_rows += message.deferred
-        self._stage(message, now())
+        self.frontier.stage(message, now())
         for table in self.tables:
             self._pools[table.name].give_back(shadow[table.name])
         self._open.discard((task.step, task.lane))
@@ -232,29 +232,11 @@ class Engine:
     def _read_next(self, step: int) -> Sequence[Tensor] | None:
         """Per table the rows that other ranks' tasks of the next step may read, to be sent first; None: send all at
         once."""
-        following = step + 1
+        following, end = step + 1, self.plan.steps
         alone = self.transport.world_size == 1 or not self.policy.partial
-        if alone or self.is_structural(step) or following >= self.plan.steps:
+        if alone or self.is_structural(step) or (end is not None and following >= end):
             return None
-        staged = self._staging(following)
-        union = [torch.zeros(t.count, dtype=torch.uint8, device=t.device) for t in self.tables]
-        for number in range(self.plan.lanes):
-            if self.plan.rank(following, number) != self.transport.rank and staged.lanes[number].phase == Phase.WAITING:
-                for mask, candidates in zip(union, self._candidates(staged, number)):
-                    mask |= candidates
-        return [mask if table.defer else torch.ones_like(mask) for table, mask in zip(self.tables, union)]
-
-    def _candidates(self, staged: StepStaging, number: int) -> list[Tensor]:
-        """Masks of the rows that a lane's task can read, per table; taken before any row of its step is published."""
-        lane = staged.lanes[number]
-        if lane.candidates is None:
-            hazards.check_candidates_first(staged.step, staged.started)
-            lane.candidates = []
-            for table in self.tables:
-                mask = torch.empty(table.count, dtype=torch.uint8, device=table.device)
-                table.reads.mark(staged.step, staged.views[number], table.versions, self.policy.least_lag, mask)
-                lane.candidates.append(mask)
-        return lane.candidates
+        return self.frontier.read_by_others(following)
 
     # -- hook 3
 
@@ -265,66 +247,21 @@ class Engine:
             ValueError: It is not the current step, or tasks of it have not contributed.
         """
         missing = [t for t in self.tasks(step) if (t.step, t.lane) not in self._done]
-        if step != self._current or missing or self._open:
+        if step != self.frontier.current or missing or self._open:
             raise ValueError(
-                f"publish: step {step} is not the current step {self._current}, or tasks are missing: {missing}"
+                f"publish: step {step} is not the current step {self.frontier.current}, or tasks are missing: {missing}"
             )
         self._done.clear()
-        self._current = step + 1
-        self.transport.report(self._current, Activity.TRAINING)
+        self.frontier.current = step + 1
+        self.transport.report(self.frontier.current, Activity.TRAINING)
         if not self.tasks(step):
             self._exchange.send_progress(step)
-            self._staging(step).settle(self.transport.rank)
-            while self._low < step - self.options.lookahead:
-                self._await(step, Decision(LOOKAHEAD, self._missing()))
-                self._publish_ready(step)
+            self.frontier.staging(step).settle(self.transport.rank)
+            while self.frontier.low < step - self.options.lookahead:
+                self._await(step, Decision(LOOKAHEAD, self.frontier.missing()))
+                self.frontier.publish_ready(step)
         self._exchange.poll()
-        self._publish_ready(step)
-
-    def _publish_ready(self, step: int) -> None:
-        """Publish the complete steps, in one go where nothing of them is published."""
-        while self._low < self._current and self._staging(self._low).complete:
-            staged = self._staging(self._low)
-            with self.telemetry.timed(step, "publish"):
-                if not staged.started:
-                    self.publisher.whole(staged)
-                else:
-                    self._track(staged)
-                    self.publisher.some(staged, 0)
-                    self.publisher.finish(staged)
-                self.publisher.statistics(staged)
-            self._retire(staged)
-
-    def _publish_some(self, step: int) -> None:
-        """Publish the rows of incomplete steps that no lane is pending on."""
-        changed = False
-        for number in range(self._low, self._current):
-            staged = self._staging(number)
-            changed = changed or staged.changed
-            if changed:
-                with self.telemetry.timed(step, "publish"):
-                    self._track(staged)
-                    self.publisher.some(staged, number - self._low)
-                staged.changed = False
-
-    def _track(self, staged: StepStaging) -> None:
-        if staged.pending is None:
-            for number, lane in enumerate(staged.lanes):
-                if lane.phase == Phase.WAITING:
-                    self._candidates(staged, number)
-            staged.track()
-
-    def _retire(self, staged: StepStaging) -> None:
-        step = staged.step
-        del self._steps[step]
-        self._low = step + 1
-        self._complete_at = max(self._complete_at, staged.completed_at)
-        if (gate := self._gate_times.get(step + 1)) is not None:
-            self.telemetry.record(step + 1).barrier_wait = max(0.0, self._complete_at - gate)
-        self._gate_times.pop(step, None)
-        record = self.telemetry.finish(step)
-        if record is not None and self.on_step is not None:
-            self.on_step(record)
+        self.frontier.publish_ready(step)
 
     # -- structural steps and drains
 
@@ -336,17 +273,17 @@ class Engine:
             RuntimeError: Not every staged row was applied exactly once.
         """
         if self._open or self._done:
-            raise ValueError(f"drain: step {self._current} is not published")
+            raise ValueError(f"drain: step {self.frontier.current} is not published")
         self._exchange.poll()
-        self._publish_ready(self._current - 1)
-        while self._low < self._current:
-            self._await(self._current - 1, Decision(reason, self._missing()))
-            self._publish_ready(self._current - 1)
-        ahead = sum(s.staged_rows() for s in self._steps.values())
-        if self.staged_rows != self.publisher.applied_rows + ahead:
+        self.frontier.publish_ready(self.frontier.current - 1)
+        while self.frontier.low < self.frontier.current:
+            self._await(self.frontier.current - 1, Decision(reason, self.frontier.missing()))
+            self.frontier.publish_ready(self.frontier.current - 1)
+        ahead = self.frontier.waiting_rows()
+        staged, applied = self.frontier.staged_rows, self.publisher.applied_rows
+        if staged != applied + ahead:
             raise RuntimeError(
-                f"drained at step {self._current} with {self.staged_rows} rows staged, {self.publisher.applied_rows} applied"
-                f" and {ahead} waiting"
+                f"drained at step {self.frontier.current} with {staged} rows staged, {applied} applied and {ahead} left"
             )
 
     def structural(self, step: int, surgery: Callable[[], None], state: MutableMapping[str, Any]) -> None:
@@ -361,21 +298,21 @@ class Engine:
             ValueError: The step is not structural.
             RuntimeError: In debug mode, the ranks' states differ.
         """
-        if step != self._current - 1 or not self.is_structural(step):
+        if step != self.frontier.current - 1 or not self.is_structural(step):
             raise ValueError(f"structural: step {step} is not the step just published, or not structural")
         self.drain(STRUCTURAL)
         if self.options.debug:
             self.check_ranks()
         primitives = self.tables[0]
-        with self.telemetry.timed(step, "structural"):
-            state["odin_parents"] = torch.arange(primitives.count, device=primitives.device)
-            try:
-                with keyed_randomness(self.options.seed, step, primitives.device):
-                    surgery()
-            finally:
-                parents = state.pop("odin_parents")
-            primitives.resize(parents, step + 1)
-        self.telemetry.finish(step)
+        begin = now()
+        state["odin_parents"] = torch.arange(primitives.count, device=primitives.device)
+        try:
+            with keyed_randomness(self.options.seed, step, primitives.device):
+                surgery()
+        finally:
+            parents = state.pop("odin_parents")
+        primitives.resize(parents, step + 1)
+        self.telemetry.structural(step, begin, now())
         self._surgery_done = step
         self._exchange.release()
 
@@ -385,17 +322,17 @@ class Engine:
         Raises:
             RuntimeError: They differ; names the tensors and the ranks.
         """
-        self._exchange.compare(self.store.digests(), self._current)
+        self._exchange.compare(self.store.digests(), self.frontier.current)
 
     def crosses_structure(self, step: int) -> bool:
         """Whether a structural step that is still to be done lies before a step."""
-        return any(self.is_structural(s) for s in range(max(self._low, self._surgery_done + 1), step))
+        return any(self.is_structural(s) for s in range(max(self.frontier.low, self._surgery_done + 1), step))
 
     # -- ranks
 
     def announce(self, word: str) -> int:
         """Tell every rank a word that takes effect at the same step on all; returns that step."""
-        step = self._current + self.options.lookahead + 3
+        step = self.frontier.current + self.options.lookahead + 3
         self._exchange.announce(word, step)
         return step
 
@@ -407,11 +344,11 @@ class Engine:
     @contextmanager
     def busy(self, activity: Activity = Activity.BUSY) -> Iterator[None]:
         """Let peers wait without limit meanwhile: evaluation, checkpoints, a pause."""
-        self.transport.report(self._current, activity)
+        self.transport.report(self.frontier.current, activity)
         try:
             yield
         finally:
-            self.transport.report(self._current, Activity.TRAINING)
+            self.transport.report(self.frontier.current, Activity.TRAINING)
 
     def idle(self, seconds: float) -> None:
         """Take in messages for some time, as a paused rank does. Raises RankFailure if a rank fails."""
@@ -434,31 +371,7 @@ class Engine:
         if isinstance(error, RankFailure):
             self.transport.abort(error.reason, error.rank)
         else:
-            self.transport.abort(f"raised {type(error).__name__} at its step {self._current}: {error}")
-
-    # -- staging
-
-    def _staging(self, step: int) -> StepStaging:
-        staged = self._steps.get(step)
-        if staged is None:
-            lanes = range(self.plan.lanes)
-            views = [self.plan.view(step, n) for n in lanes]
-            working = {self.plan.rank(step, n) for n in lanes if views[n] >= 0}
-            silent = set(range(self.transport.world_size)) - working
-            staged = self._steps[step] = StepStaging(step, views, self.tables, silent)
-        return staged
-
-    def _stage(self, message: contributions.Contribution, arrival: float) -> None:
-        staged = self._staging(message.step)
-        before = staged.staged_rows()
-        staged.accept(message, arrival)
-        self.staged_rows += staged.staged_rows() - before
-
-    def _outstanding(self) -> list[StepStaging]:
-        return [self._staging(s) for s in range(self._low, self._current)]
-
-    def _missing(self) -> tuple[Awaited, ...]:
-        return tuple(Awaited(s.step, lane) for s in self._outstanding() for lane in s.missing())
+            self.transport.abort(f"raised {type(error).__name__} at its step {self.frontier.current}: {error}")
 
     def _await(self, step: int, decision: Decision) -> None:
         """Block until a message arrives, and count the wait."""

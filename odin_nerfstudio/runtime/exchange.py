@@ -101,7 +101,7 @@ class Exchange:
             self._engine.telemetry.record(message.step).received += 4 * received.words.shape[0]
         elif received.kind == Kind.PROGRESS:
             step = int(received.words[FRAME_WORDS])
-            self._engine._staging(step).settle(received.peer)
+            self._engine.frontier.staging(step).settle(received.peer)
         elif received.kind == Kind.NOTE:
             step, word = message_bytes(received.words).decode().split(" ", 1)
             self._note(word, int(step))
@@ -117,7 +117,7 @@ class Exchange:
             self._early.append((message, peer, arrival))
             return
         step, lane = message.step, message.lane
-        if not 0 <= lane < engine.plan.lanes or engine.plan.rank(step, lane) != peer:
+        if not 0 <= lane < engine.plan.views_per_step or engine.plan.rank(step, lane) != peer:
             raise RuntimeError(
                 f"rank {peer} sent step {step} lane {lane}, which the plan gives to another rank; the plans differ"
             )
@@ -129,10 +129,10 @@ class Exchange:
             width = table.layout(step).total
             if section.total != table.count or section.first_rows.shape[1] != width:
                 raise RuntimeError(
-                    f"rank {peer} sent step {step} lane {lane} for {section.total} rows of {section.first_rows.shape[1]} columns"
-                    f" of table {table.name}; this rank has {table.count} of {width}"
+                    f"rank {peer} sent step {step} lane {lane} for {section.total} rows of"
+                    f" {section.first_rows.shape[1]} columns of table {table.name}; this rank has {table.count} of {width}"
                 )
-        engine._stage(messages.to_device(message, engine.tables[0].device), arrival)
+        engine.frontier.stage(messages.to_device(message, engine.tables[0].device), arrival)
 
     def release(self) -> None:
         """After a structural step: take in the contributions that arrived too early for it."""

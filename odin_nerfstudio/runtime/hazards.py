@@ -39,7 +39,8 @@ def check_read(table: RowTable, ids: Tensor, step: int) -> None:
     old, new = rows.count_older(table.versions, ids, step), rows.count_newer(table.versions, ids, step)
     if old or new:
         raise HazardError(
-            f"RAW: a task of step {step} would read {old} older and {new} newer of {ids.shape[0]} rows of table {table.name}"
+            f"RAW: a task of step {step} would read {old} older and {new} newer of {ids.shape[0]} rows of table"
+            f" {table.name}"
         )
 
 
@@ -60,7 +61,8 @@ def check_arrival(table: RowTable, ids: Tensor, step: int, lane: int) -> None:
     newer = rows.count_newer(table.versions, ids, step)
     if newer:
         raise HazardError(
-            f"WAW: step {step} lane {lane} contributes to {newer} rows of table {table.name} that were published without it"
+            f"WAW: step {step} lane {lane} contributes to {newer} rows of table {table.name} that were published"
+            " without it"
         )
 
 
@@ -73,7 +75,8 @@ def check_within_candidates(table: RowTable, candidates: Tensor, ids: Tensor, st
     outside = rows.count_outside(candidates, ids)
     if outside:
         raise HazardError(
-            f"step {step} lane {lane}: {outside} active rows of table {table.name} were not candidates; the read rule is wrong"
+            f"step {step} lane {lane}: {outside} active rows of table {table.name} were not candidates;"
+            " the read rule is wrong"
         )
 
 

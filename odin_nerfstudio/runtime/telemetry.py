@@ -43,7 +43,6 @@ class StepRecord:
     """From the start of a task to the end of its backward pass."""
     contribute: float = 0.0
     publish: float = 0.0
-    structural: float = 0.0
     sent: int = 0
     received: int = 0
     active_rows: int = 0
@@ -102,6 +101,11 @@ class Telemetry:
         record.wait[key] = record.wait.get(key, 0.0) + end - start
         self.span("wait", start, end, step=step, hazard=hazard, peer=peer)
 
+    def structural(self, step: int, start: float, end: float) -> None:
+        """Count the surgery of a structural step, after its drain."""
+        self.totals["structural"] += end - start
+        self.span("structural", start, end, step=step)
+
     def finish(self, step: int) -> StepRecord | None:
         """Close a step's record, add it to the totals and hand it out; None if nothing was recorded."""
         record = self._records.pop(step, None)
@@ -130,6 +134,6 @@ class Telemetry:
 
 
 _FIELDS = (
-    "acquire", "barrier_wait", "compute", "contribute", "publish", "structural",
+    "acquire", "barrier_wait", "compute", "contribute", "publish",
     "sent", "received", "active_rows", "candidate_rows", "deferred_rows", "tasks",
 )  # fmt: skip

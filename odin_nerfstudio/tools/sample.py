@@ -34,7 +34,7 @@ class _Sample:
     size: str = "320x240"
     """WIDTHxHEIGHT of the images in pixels."""
     points: int | None = None
-    """Most 3D points of the model. Default: 120 for each view of the city, 8000 for the object."""
+    """Most 3D points of the model. Default: 160 for each view of the city, 8000 for the object."""
     seed: int = 0
     """Another seed gives another city, another courtyard, other jitter and noise."""
     overwrite: bool = False
@@ -83,7 +83,7 @@ class CitySample(_Sample):
     """An aerial survey of a city: most pairs of views share nothing. It grows with the number of views."""
 
     scene = "city"
-    default_points = staticmethod(lambda views: 120 * views)
+    default_points = staticmethod(lambda views: 160 * views)
 
 
 @dataclass(frozen=True)

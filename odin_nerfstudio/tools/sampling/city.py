@@ -9,8 +9,8 @@ from odin_nerfstudio.tools.sampling.cameras import Cameras, look_along
 from odin_nerfstudio.tools.sampling.mesh import Mesh, MeshBuilder, icosphere
 
 #: Height of the flight and the ground distances between photos of a strip and between strips, metres. With the
-#: default field of view photos overlap by two thirds along a strip and by somewhat less across.
-ALTITUDE, PHOTO_SPACING, STRIP_SPACING = 88.0, 23.0, 38.0
+#: default field of view photos overlap by three quarters along a strip and by two thirds across.
+ALTITUDE, PHOTO_SPACING, STRIP_SPACING = 92.0, 20.0, 32.0
 #: How far the camera looks ahead of the vertical, radians.
 TILT = 0.30
 #: Width of what a view shows of the ground right below, as a share of the altitude: sets the focal length.
@@ -102,7 +102,7 @@ def _buildings(b: MeshBuilder, x0: float, y0: float, x1: float, y1: float, rng: 
     cut_x = np.concatenate([[0], np.sort(np.arange(1, columns) / columns + rng.uniform(-0.06, 0.06, columns - 1)), [1]])
     cut_y = np.concatenate([[0], np.sort(np.arange(1, rows) / rows + rng.uniform(-0.06, 0.06, rows - 1)), [1]])
     xs, ys = x0 + cut_x * (x1 - x0), y0 + cut_y * (y1 - y0)
-    centre = 9.0 + 8.0 * rng.random()
+    centre = 7.5 + 6.0 * rng.random()
     for i in range(columns):
         for j in range(rows):
             if columns * rows > 2 and rng.random() < 0.1:
@@ -111,7 +111,7 @@ def _buildings(b: MeshBuilder, x0: float, y0: float, x1: float, y1: float, rng: 
                 continue
             gap = rng.uniform(0.3, 2.2, 4)
             bounds = (xs[i] + gap[0], ys[j] + gap[1], xs[i + 1] - gap[2], ys[j + 1] - gap[3])
-            _building(b, bounds, float(np.clip(centre * rng.lognormal(0, 0.4), 5.5, 34.0)), rng)
+            _building(b, bounds, float(np.clip(centre * rng.lognormal(0, 0.4), 5.0, 25.0)), rng)
 
 
 def _building(b: MeshBuilder, bounds: tuple, height: float, rng: np.random.Generator) -> None:
@@ -125,10 +125,10 @@ def _building(b: MeshBuilder, bounds: tuple, height: float, rng: np.random.Gener
         return
     style = int(rng.choice(5, p=[0.28, 0.24, 0.14, 0.16, 0.18]))
     _tower(b, bounds, 0.0, height, style, tuple(colour), salt, rng)
-    if height > 17 and min(x1 - x0, y1 - y0) > 15 and rng.random() < 0.6:
+    if height > 14 and min(x1 - x0, y1 - y0) > 15 and rng.random() < 0.6:
         inset = rng.uniform(0.16, 0.3, 4) * np.array([x1 - x0, y1 - y0, x1 - x0, y1 - y0])
         upper = (x0 + inset[0], y0 + inset[1], x1 - inset[2], y1 - inset[3])
-        _tower(b, upper, height, min(height * rng.uniform(1.2, 1.6), 40.0), style, tuple(colour), salt, rng)
+        _tower(b, upper, height, min(height * rng.uniform(1.2, 1.6), 32.0), style, tuple(colour), salt, rng)
 
 
 def _tower(b: MeshBuilder, bounds: tuple, base: float, top: float, style: int, colour: tuple, salt: float, rng) -> None:

@@ -12,10 +12,14 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from odin_nerfstudio.rendering.cpu import simd
 from odin_nerfstudio.rendering.cpu.layout import (
     BLOCK,
     LOG2_ALPHA_MIN,
     LOG2_E,
+    P_REACHABLE,
+    P_SLOT,
+    P_SPLAT,
     S_CA,
     S_CB,
     S_CC,
@@ -23,19 +27,23 @@ from odin_nerfstudio.rendering.cpu.layout import (
     S_RADIUS,
     S_X,
     S_Y,
+    SPLAT,
     TILE,
 )
 from odin_nerfstudio.rendering.cpu.projection import clamp, tile_range
-from odin_nerfstudio.rendering.cpu.simd import count_bits
 
 _f = np.float32
-_ZERO, _TWO = _f(0), _f(2)
+_ZERO, _ONE, _TWO = _f(0), _f(1), _f(2)
 _BLOCKS = TILE // BLOCK  # blocks along a tile's side
-_BLOCK = _f(BLOCK)
+_BLOCK, _PER_BLOCK, _PER_TILE = _f(BLOCK), _f(1 / BLOCK), _f(1 / TILE)
+_AHEAD = 12  # splats between asking for a record and using it
+_GROUP = simd.LANES  # rows of blocks handled at a time
+_SEGMENT = 7  # tiles across, whose blocks fit into the bits of an int32
+LANE_NUMBERS = np.arange(simd.LANES, dtype=np.float32)
 _FIRST, _LAST = _f(0.5), _f(BLOCK - 0.5)  # first and last pixel centre of a block
 # The outline is widened by these (pixels, and a share of its extent) so that rounding never cuts off a pixel.
 _PAD, _PAD_SHARE, _PAD_LEVEL = _f(0.01), _f(1e-4), _f(1e-3)
-_FAR_AWAY = _f(1e9)
+_FAR_AWAY = _f(1e12)  # level of an outline beyond any image
 
 _RADIX_BITS = 11
 _RADIX = 1 << _RADIX_BITS
@@ -87,8 +95,7 @@ def emit(
     capacity,
     width,
     height,
-    slot_start,
-    slot_end,
+    run_end,
     pair_tile,
     pair_mask,
     tile_pairs,
@@ -96,20 +103,19 @@ def emit(
 ):
     """List the pairs of the splats ``order[first:end]``, in that order, from slot ``capacity[first]`` on.
 
-    Writes each pair's tile (int32) and block mask (uint16), each splat's run of slots ``[slot_start, slot_end)`` (V,),
-    and counts pairs and blocks per tile into `tile_pairs`, `tile_blocks` (T,) int64.
+    Writes each pair's tile (int32) and block mask (uint16) and, by rank, where each splat's run of slots ends; counts pairs and blocks per tile into `tile_pairs`, `tile_blocks` (T,) int64.
     """
     tiles_x = (width + TILE - 1) // TILE
     tiles_y = (height + TILE - 1) // TILE
     last_column = _f((width + BLOCK - 1) // BLOCK - 1)
     last_row = _f((height + BLOCK - 1) // BLOCK - 1)
-    low = np.empty(_BLOCKS, np.int64)
-    high = np.empty(_BLOCKS, np.int64)
+    spans = np.empty(_GROUP, np.int32)
+    lane = simd.load(LANE_NUMBERS, 0)
     slot = capacity[first]
     for rank in range(first, end):
         v = order[rank]
-        slot_start[v] = slot
-        slot_end[v] = slot
+        simd.prefetch(splats, np.int64(order[min(rank + _AHEAD, end - 1)]) * SPLAT)
+        run_end[rank] = slot
         if capacity[rank + 1] == capacity[rank]:
             continue
         mx, my, radius = splats[v, S_X], splats[v, S_Y], splats[v, S_RADIUS]
@@ -117,53 +123,59 @@ def emit(
         # The outline is a dx^2 + 2 b dx dy + c dy^2 = level.
         level = (splats[v, S_LOG2_OPACITY] - LOG2_ALPHA_MIN) * (_TWO / LOG2_E) + _PAD_LEVEL
         determinant = _f(np.float64(a) * np.float64(c) - np.float64(b) * np.float64(b))
-        bounded = determinant > _ZERO and a > _ZERO and c > _ZERO
-        extent_x = np.sqrt(c * level / determinant) if bounded else _FAR_AWAY
-        extent_y = np.sqrt(a * level / determinant) if bounded else _FAR_AWAY
-        turn = -b / c * extent_x if bounded else _ZERO  # dy at the rightmost point
+        if not (determinant > _ZERO and a > _ZERO and c > _ZERO):
+            # Rounding broke the conic: no outline, only the box.
+            a, b, c, determinant = _ONE, _ZERO, _ONE, _ONE
+            level = _FAR_AWAY
+        ratio = level / determinant
+        extent_x, extent_y = np.sqrt(c * ratio), np.sqrt(a * ratio)
+        turn = -b / c * extent_x  # dy at the rightmost point
+        inverse = _ONE / a
         pad_x = _PAD + _PAD_SHARE * extent_x
         reach_y = extent_y + _PAD + _PAD_SHARE * extent_y
         x0, x1 = tile_range(mx, radius, tiles_x)
         y0, y1 = tile_range(my, radius, tiles_y)
-        columns_from, columns_to = x0 * _BLOCKS, min(x1 * _BLOCKS - 1, np.int64(last_column))
-        row_from = max(y0 * _BLOCKS, np.int64(clamp(np.ceil((my - reach_y - _LAST) / _BLOCK), _ZERO, last_row + 1)))
-        row_to = min(y1 * _BLOCKS - 1, np.int64(clamp(np.floor((my + reach_y - _FIRST) / _BLOCK), _f(-1), last_row)))
-        for ty in range(row_from // _BLOCKS, row_to // _BLOCKS + 1):
-            nearest, farthest = columns_to + 1, columns_from - 1
-            for k in range(_BLOCKS):
-                row = ty * _BLOCKS + k
-                low[k] = 0
-                high[k] = -1
-                if row < row_from or row > row_to:
-                    continue
-                left, right = -_FAR_AWAY, _FAR_AWAY
-                if bounded:
-                    # The outline is convex: over a strip of rows it is widest where the strip is nearest its extremes.
-                    top, bottom = _f(row * BLOCK) + _FIRST - my, _f(row * BLOCK) + _LAST - my
-                    d = clamp(clamp(turn, top, bottom), -extent_y, extent_y)
-                    right = (np.sqrt(max(a * level - determinant * d * d, _ZERO)) - b * d) / a + pad_x
-                    d = clamp(clamp(-turn, top, bottom), -extent_y, extent_y)
-                    left = (-np.sqrt(max(a * level - determinant * d * d, _ZERO)) - b * d) / a - pad_x
-                i0 = np.int64(clamp(np.ceil((mx + left - _LAST) / _BLOCK), _ZERO, last_column + 1))
-                i1 = np.int64(clamp(np.floor((mx + right - _FIRST) / _BLOCK), _f(-1), last_column))
-                i0, i1 = max(i0, columns_from), min(i1, columns_to)
-                if i0 <= i1:
-                    low[k], high[k] = i0, i1
-                    nearest, farthest = min(nearest, i0), max(farthest, i1)
-            for tx in range(nearest // _BLOCKS, farthest // _BLOCKS + 1):
-                mask = 0
-                for k in range(_BLOCKS):
-                    i0, i1 = max(low[k] - tx * _BLOCKS, 0), min(high[k] - tx * _BLOCKS, _BLOCKS - 1)
-                    if i0 <= i1:
-                        mask |= ((2 << i1) - (1 << i0)) << (_BLOCKS * k)
-                if mask != 0:
-                    tile = ty * tiles_x + tx
-                    pair_tile[slot] = tile
-                    pair_mask[slot] = mask
-                    slot += 1
-                    tile_pairs[tile] += 1
-                    tile_blocks[tile] += count_bits(mask)
-        slot_end[v] = slot
+        row_from = clamp(np.ceil((my - reach_y - _LAST) * _PER_BLOCK), _f(y0 * _BLOCKS), last_row + _ONE)
+        row_to = clamp(np.floor((my + reach_y - _FIRST) * _PER_BLOCK), -_ONE, min(_f(y1 * _BLOCKS - 1), last_row))
+        left_end, right_end = (mx - pad_x - extent_x) * _PER_TILE, (mx + pad_x + extent_x) * _PER_TILE
+        x0 = max(x0, np.int64(clamp(np.floor(left_end), _ZERO, _f(tiles_x))))
+        x1 = min(x1, np.int64(clamp(np.floor(right_end), -_ONE, _f(tiles_x))) + 1)
+        first_tile, last_tile = np.int64(row_from) // _BLOCKS, np.int64(row_to) // _BLOCKS
+        for group in range(first_tile, last_tile + 1, _GROUP // _BLOCKS):
+            # Sixteen rows of blocks at a time. The outline is convex: over the strip of a row it is widest where the
+            # strip is nearest its extreme points.
+            row = lane + _f(group * _BLOCKS)
+            top = simd.fma(row, _BLOCK, _FIRST - my)
+            bottom = top + (_LAST - _FIRST)
+            d = simd.minimum(simd.maximum(turn, top), bottom)
+            d = simd.minimum(simd.maximum(d, -extent_y), extent_y)
+            right = simd.square_root(simd.maximum(a * level - determinant * d * d, _ZERO)) - b * d
+            d = simd.minimum(simd.maximum(-turn, top), bottom)
+            d = simd.minimum(simd.maximum(d, -extent_y), extent_y)
+            left = simd.square_root(simd.maximum(a * level - determinant * d * d, _ZERO)) + b * d
+            low = simd.ceiling((mx - pad_x - _LAST - left * inverse) * _PER_BLOCK)
+            high = simd.floor((mx + pad_x - _FIRST + right * inverse) * _PER_BLOCK)
+            wanted = simd.both(simd.greater_equal(row, row_from), simd.greater_equal(row_to, row))
+            for segment in range(x0, x1, _SEGMENT):
+                end_tile = min(segment + _SEGMENT, x1)
+                base = _f(segment * _BLOCKS)
+                final = min(_f(end_tile * _BLOCKS - 1), last_column) - base
+                simd.store_spans(spans, 0, simd.maximum(low - base, _ZERO), simd.minimum(high - base, final), wanted)
+                for ty in range(group, min(group + _GROUP // _BLOCKS, last_tile + 1)):
+                    k = (ty - group) * _BLOCKS
+                    # Blocks of one tile row: four spans, a nibble of each per tile.
+                    s0, s1, s2, s3 = spans[k], spans[k + 1], spans[k + 2], spans[k + 3]
+                    for tx in range(segment, end_tile):
+                        mask = (s0 & 15) | ((s1 & 15) << 4) | ((s2 & 15) << 8) | ((s3 & 15) << 12)
+                        s0, s1, s2, s3 = s0 >> 4, s1 >> 4, s2 >> 4, s3 >> 4
+                        if mask != 0:
+                            tile = ty * tiles_x + tx
+                            pair_tile[slot] = tile
+                            pair_mask[slot] = mask
+                            slot += 1
+                            tile_pairs[tile] += 1
+                            tile_blocks[tile] += simd.count_bits(np.int64(mask))
+        run_end[rank] = slot
 
 
 @njit(nogil=True, cache=True)
@@ -185,23 +197,23 @@ def tile_offsets(chunk_pairs, chunk_blocks, tile_start, block_start):
 
 
 @njit(nogil=True, cache=True)
-def scatter(
-    first, end, order, slot_start, slot_end, shift, listed_tile, listed_mask, position, pair_splat, pair_mask, pair_slot
-):
-    """Move the pairs of the splats ``order[first:end]`` into their tiles' lists.
+def scatter(first, end, order, capacity, run_end, shift, listed_tile, listed_mask, position, pairs, runs):
+    """Move the pairs of the splats ``order[first:end]`` into their tiles' lists, `pairs` (P, 4) int32.
 
     `position` (T,) is where this chunk's share of each tile starts; `shift` is the number of unused slots before the
-    chunk, which the runs of slots are moved down by.
+    chunk, by which slots are moved down. `runs` (V, 2) int32 gets each splat's run of slots.
     """
+    slot = capacity[first]
     for rank in range(first, end):
         v = order[rank]
-        start, stop = slot_start[v], slot_end[v]
-        for slot in range(start, stop):
+        runs[v, 0] = slot - shift
+        stop = run_end[rank]
+        while slot < stop:
             tile = listed_tile[slot]
             p = position[tile]
             position[tile] = p + 1
-            pair_splat[p] = v
-            pair_mask[p] = listed_mask[slot]
-            pair_slot[p] = slot - shift
-        slot_start[v] = start - shift
-        slot_end[v] = stop - shift
+            pairs[p, P_SPLAT] = v
+            pairs[p, P_SLOT] = slot - shift
+            pairs[p, P_REACHABLE] = listed_mask[slot]
+            slot += 1
+        runs[v, 1] = slot - shift

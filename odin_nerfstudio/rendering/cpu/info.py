@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from odin_nerfstudio.rendering.cpu.layout import TILE
+from odin_nerfstudio.rendering.cpu.layout import P_SPLAT, TILE
 from odin_nerfstudio.rendering.cpu.scene import Projected, Settings, Tiles
 
 
@@ -64,12 +64,12 @@ def defer_tile_entries(info: Info, cameras: list[Projected], tiles: list[Tiles],
     def tiles_per_gauss() -> torch.Tensor:
         counts = np.zeros((len(cameras), len(cameras[0].radii)), np.int32)
         for row, camera, listed in zip(counts, cameras, tiles):
-            row[camera.rows] = listed.slot_end - listed.slot_start
+            row[camera.rows] = listed.runs[:, 1] - listed.runs[:, 0]
         return torch.from_numpy(counts)
 
     def flatten_ids() -> torch.Tensor:
         parts = [
-            camera.rows[listed.pair_splat] + k * len(camera.radii)
+            camera.rows[listed.pairs[:, P_SPLAT]] + k * len(camera.radii)
             for k, (camera, listed) in enumerate(zip(cameras, tiles))
         ]
         return torch.from_numpy(np.concatenate(parts).astype(np.int32))
@@ -86,7 +86,7 @@ def defer_tile_entries(info: Info, cameras: list[Projected], tiles: list[Tiles],
         parts = []
         for k, (camera, listed) in enumerate(zip(cameras, tiles)):
             tile = np.repeat(np.arange(across * down), np.diff(listed.tile_start))
-            depth = camera.depths[camera.rows[listed.pair_splat]].view(np.int32).astype(np.int64)
+            depth = camera.depths[camera.rows[listed.pairs[:, P_SPLAT]]].view(np.int32).astype(np.int64)
             parts.append((k << (32 + bits)) | (tile << 32) | depth)
         return torch.from_numpy(np.concatenate(parts).astype(np.int64))
 

@@ -29,7 +29,11 @@ SPLAT = 16
 
 # Gradient row: the columns of the record that it is the gradient of, then the sums of absolute gradients of the mean.
 G_ABS_X, G_ABS_Y = 10, 11
-PAIR_GRADIENT = 12  # columns kept per (splat, tile) pair
+
+# Pair record, int32: one (splat, tile).
+P_SPLAT, P_SLOT = 0, 1
+P_REACHABLE, P_TAKEN = 2, 3  # masks of blocks: those that the splat can reach, and those that it contributed to
+PAIR = 4
 
 # Camera record, float32: see `projection.camera_record`.
 C_ROTATION = 0  # 9, world to camera, row by row

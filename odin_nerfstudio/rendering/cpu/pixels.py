@@ -21,6 +21,10 @@ from odin_nerfstudio.rendering.cpu.layout import (
     G_ABS_Y,
     LOG2_ALPHA_MIN,
     LOG2_E,
+    P_REACHABLE,
+    P_SLOT,
+    P_SPLAT,
+    P_TAKEN,
     S_CA,
     S_CB,
     S_CC,
@@ -29,6 +33,7 @@ from odin_nerfstudio.rendering.cpu.layout import (
     S_OPACITY,
     S_X,
     S_Y,
+    SPLAT,
     TILE,
     TILE_PIXELS,
     TRANSMITTANCE_MIN,
@@ -39,8 +44,16 @@ _ZERO, _HALF, _ONE = _f(0), _f(0.5), _f(1)
 _BLOCKS = TILE // BLOCK
 _SCALE = _f(-0.5) * LOG2_E  # exponents are in base 2
 _SLACK = _f(1e-3)  # rounding may lift an exponent above log2(opacity); more than this is a broken conic, skipped
+_AHEAD = 4  # pairs between asking for a record and using it
 _LANE = np.arange(simd.LANES)
 OFFSETS = np.concatenate([_LANE % BLOCK, _LANE // BLOCK]).astype(np.float32) + _HALF  # lane centres, x then y
+
+# What turns the sums of a slot into the columns of a gradient row: the exponent is minus half the quadratic form.
+GRADIENT_FACTORS = np.zeros(SPLAT, np.float32)
+GRADIENT_FACTORS[: S_COLOUR + 4] = 1.0
+GRADIENT_FACTORS[[S_X, S_Y, S_CB]] = -1.0
+GRADIENT_FACTORS[[S_CA, S_CC]] = -0.5
+GRADIENT_FACTORS[[G_ABS_X, G_ABS_Y]] = 1.0
 
 # Scratch of one tile: planes of 256 floats in block order.
 _T, _C0, _C1, _C2, _C3 = 0, TILE_PIXELS, 2 * TILE_PIXELS, 3 * TILE_PIXELS, 4 * TILE_PIXELS
@@ -74,25 +87,25 @@ def _make_forward(four: bool) -> Any:
         height,
         tile_start,
         block_start,
-        pair_splat,
-        pair_mask,
+        pairs,
         splats,
         background,
         offsets,
         image,
         alphas,
         transmittance,
-        taken,
         processed,
         lanes,
     ):
         """Render tiles [first, end) into `image` (H, W, X) and `alphas` (H, W), and record what `backward` needs:
-        final transmittance (T, 256), blocks reached per pair (`taken`), pairs looked at per tile (`processed`), and
-        the lanes that each such block took (`lanes`, from ``block_start[tile]`` on).
+        final transmittance (T, 256), blocks taken per pair (in `pairs`), pairs looked at per tile (`processed`), and
+        the lanes that took each such block (`lanes`, from ``block_start[tile]`` on).
         """
         tiles_x = (width + TILE - 1) // TILE
         channels = image.shape[2]
         scratch = np.empty(SCRATCH, np.float32)
+        # In memory rather than in a variable, so that the next splat need not wait for the last one's arithmetic.
+        open_blocks = np.empty(1, np.int64)
         lane_x = simd.load(offsets, 0)
         lane_y = simd.load(offsets, 16)
         for tile in range(first, end):
@@ -109,13 +122,14 @@ def _make_forward(four: bool) -> Any:
                         scratch[_T + k] = -_ONE
             for k in range(_C0, _C3 + TILE_PIXELS):
                 scratch[k] = _ZERO
-            open_blocks = np.int64(0xFFFF)
+            open_blocks[0] = 0xFFFF
             record = block_start[tile]
             p = tile_start[tile]
             stop = tile_start[tile + 1]
-            while p < stop and open_blocks != 0:
-                v = pair_splat[p]
-                todo = np.int64(pair_mask[p]) & open_blocks
+            while p < stop and open_blocks[0] != 0:
+                v = pairs[p, P_SPLAT]
+                simd.prefetch(splats, np.int64(pairs[min(p + _AHEAD, stop - 1), P_SPLAT]) * SPLAT)
+                todo = np.int64(pairs[p, P_REACHABLE]) & open_blocks[0]
                 done = 0
                 if todo != 0:
                     mx, my = splats[v, S_X] - _f(ox), splats[v, S_Y] - _f(oy)
@@ -150,8 +164,8 @@ def _make_forward(four: bool) -> Any:
                             record += 1
                             done |= 1 << block
                         if simd.to_bits(simd.greater(t_next, _ZERO)) == 0:
-                            open_blocks &= ~(1 << block)
-                taken[p] = done
+                            open_blocks[0] &= ~(1 << block)
+                pairs[p, P_TAKEN] = done
                 p += 1
             processed[tile] = p - tile_start[tile]
             for k in range(TILE_PIXELS):
@@ -175,13 +189,11 @@ def _make_backward(four: bool) -> Any:
         height,
         tile_start,
         block_start,
-        pair_splat,
-        pair_slot,
+        pairs,
         splats,
         background,
         offsets,
         transmittance,
-        taken,
         processed,
         lanes,
         v_image,
@@ -189,7 +201,7 @@ def _make_backward(four: bool) -> Any:
         slots,
         used,
     ):
-        """Gradients of tiles [first, end): one row of `slots` (S, 12) for each pair that contributed, marked in `used`
+        """Gradients of tiles [first, end): one row of `slots` (S, 16) for each pair that contributed, marked in `used`
         (S,) uint8. `v_image` (H, W, X) and `v_alphas` (H, W) are the gradients of the two images.
         """
         tiles_x = (width + TILE - 1) // TILE
@@ -207,7 +219,7 @@ def _make_backward(four: bool) -> Any:
             columns, rows = min(TILE, width - ox), min(TILE, height - oy)
             record = block_start[tile]
             for q in range(tile_start[tile], p + 1):
-                record += simd.count_bits(np.int64(taken[q]))
+                record += simd.count_bits(np.int64(pairs[q, P_TAKEN]))
             for k in range(TILE_PIXELS):
                 x, y = _pixel(k)
                 final = transmittance[tile, k]
@@ -221,9 +233,10 @@ def _make_backward(four: bool) -> Any:
                 scratch[_T + k] = final
                 scratch[_BEHIND + k] = behind
             while p >= tile_start[tile]:
-                todo = np.int64(taken[p])
+                todo = np.int64(pairs[p, P_TAKEN])
+                simd.prefetch(splats, np.int64(pairs[max(p - _AHEAD, tile_start[tile]), P_SPLAT]) * SPLAT)
                 if todo != 0:
-                    v = pair_splat[p]
+                    v = pairs[p, P_SPLAT]
                     mx, my = splats[v, S_X] - _f(ox), splats[v, S_Y] - _f(oy)
                     ca, cb, cc = splats[v, S_CA], splats[v, S_CB], splats[v, S_CC]
                     qa, qb, qc = ca * _SCALE, cb * -LOG2_E, cc * _SCALE
@@ -272,20 +285,13 @@ def _make_backward(four: bool) -> Any:
                         sum_yy = simd.fma(vy, dy, sum_yy)
                         sum_o = sum_o + v_exponent
                         sum_0, sum_1, sum_2 = simd.fma(w, g0, sum_0), simd.fma(w, g1, sum_1), simd.fma(w, g2, sum_2)
-                    slot = pair_slot[p]
+                    slot = pairs[p, P_SLOT]
                     used[slot] = 1
-                    slots[slot, S_X] = -simd.add_lanes(sum_x)
-                    slots[slot, S_Y] = -simd.add_lanes(sum_y)
-                    slots[slot, G_ABS_X] = simd.add_lanes(sum_ax)
-                    slots[slot, G_ABS_Y] = simd.add_lanes(sum_ay)
-                    slots[slot, S_CA] = -_HALF * simd.add_lanes(sum_xx)
-                    slots[slot, S_CB] = -simd.add_lanes(sum_xy)
-                    slots[slot, S_CC] = -_HALF * simd.add_lanes(sum_yy)
-                    slots[slot, S_OPACITY] = simd.add_lanes(sum_o) / splats[v, S_OPACITY]
-                    slots[slot, S_COLOUR] = simd.add_lanes(sum_0)
-                    slots[slot, S_COLOUR + 1] = simd.add_lanes(sum_1)
-                    slots[slot, S_COLOUR + 2] = simd.add_lanes(sum_2)
-                    slots[slot, S_COLOUR + 3] = simd.add_lanes(sum_3)
+                    # The order of the record's columns; factors follow in `gather`.
+                    sums = simd.column_sums(
+                        (sum_x, sum_y, sum_xx, sum_xy, sum_yy, sum_o, sum_0, sum_1, sum_2, sum_3, sum_ax, sum_ay)
+                    )
+                    simd.store(slots, slot * SPLAT, sums)
                 p -= 1
 
     return backward
@@ -295,20 +301,22 @@ forward_3, forward_4 = _make_forward(False), _make_forward(True)
 backward_3, backward_4 = _make_backward(False), _make_backward(True)
 
 
-@njit(nogil=True, cache=True)
-def gather(first, end, rows, slot_start, slot_end, slots, used, sums, means2d, means2d_abs):
-    """Sum the slots of the splats [first, end) in order.
+@njit(nogil=True, cache=True, error_model="numpy")
+def gather(first, end, rows, splats, runs, slots, used, factors, sums, means2d, means2d_abs):
+    """Sum each splat's run of slots, of the splats [first, end), in order, and finish the gradients by `factors`, float32 (16,).
 
-    Writes them to `sums` (V, 16), and those of the 2D mean also to the rows of the primitives in `means2d`
-    and `means2d_abs` (N, 2).
+    Writes them to `sums` (V, 16), and those of the 2D mean also to the rows of the primitives in `means2d` and
+    `means2d_abs` (N, 2).
     """
+    scale = simd.load(factors, 0)
     for v in range(first, end):
-        for k in range(16):
-            sums[v, k] = _ZERO
-        for slot in range(slot_start[v], slot_end[v]):
+        total = simd.zeros()
+        for slot in range(runs[v, 0], runs[v, 1]):
             if used[slot] != 0:
-                for k in range(12):
-                    sums[v, k] += slots[slot, k]
+                total = total + simd.load(slots, slot * SPLAT)
+        simd.store(sums, v * SPLAT, total * scale)
+        if runs[v, 0] < runs[v, 1]:
+            sums[v, S_OPACITY] /= splats[v, S_OPACITY]
         i = rows[v]
         means2d[i, 0] = sums[v, S_X]
         means2d[i, 1] = sums[v, S_Y]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from odin_nerfstudio.rendering.cpu import binning, gradients, pixels, projection
-from odin_nerfstudio.rendering.cpu.layout import C_POSITION, PAIR_GRADIENT, SPLAT, TILE, TILE_PIXELS
+from odin_nerfstudio.rendering.cpu.layout import C_POSITION, PAIR, SPLAT, TILE, TILE_PIXELS
 from odin_nerfstudio.rendering.threads import render_threads, run
 
 Array = np.ndarray[Any, Any]
@@ -72,11 +72,8 @@ class Tiles:
 
     tile_start: Array  # (T + 1,) int64
     block_start: Array  # (T + 1,) int64
-    pair_splat: Array  # (P,) int32
-    pair_mask: Array  # (P,) uint16
-    pair_slot: Array  # (P,) int32
-    slot_start: Array  # (V,) int64
-    slot_end: Array  # (V,) int64
+    pairs: Array  # (P, 4) int32, see `layout`
+    runs: Array  # (V, 2) int32: each splat's slots
 
 
 @dataclass
@@ -84,7 +81,6 @@ class Blended:
     """What blending leaves for the backward pass."""
 
     transmittance: Array  # (T, 256)
-    taken: Array  # (P,) uint16
     processed: Array  # (T,) int64
     lanes: Array  # (B,) uint16
 
@@ -161,7 +157,7 @@ def sort_into_tiles(projected: Projected, settings: Settings) -> Tiles:
 
     chunks = _even_spans(capacity, render_threads()) if visible else []
     listed_tile, listed_mask = np.empty(capacity[-1], np.int32), np.empty(capacity[-1], np.uint16)
-    slot_start, slot_end = np.zeros(visible, np.int64), np.zeros(visible, np.int64)
+    run_end = np.empty(visible, np.int64)
     pairs_per_tile = np.zeros((max(len(chunks), 1), tiles), np.int64)
     blocks_per_tile = np.zeros_like(pairs_per_tile)
     run(
@@ -172,8 +168,7 @@ def sort_into_tiles(projected: Projected, settings: Settings) -> Tiles:
             capacity,
             settings.width,
             settings.height,
-            slot_start,
-            slot_end,
+            run_end,
             listed_tile,
             listed_mask,
             pairs_per_tile[k],
@@ -185,26 +180,24 @@ def sort_into_tiles(projected: Projected, settings: Settings) -> Tiles:
     tile_start, block_start = np.empty(tiles + 1, np.int64), np.empty(tiles + 1, np.int64)
     binning.tile_offsets(pairs_per_tile, blocks_per_tile, tile_start, block_start)
     total = int(tile_start[-1])
-    pair_splat, pair_slot = np.empty(total, np.int32), np.empty(total, np.int32)
-    pair_mask = np.empty(total, np.uint16)
+    pairs, runs = np.empty((total, PAIR), np.int32), np.empty((visible, 2), np.int32)
     used_before = np.concatenate([[0], np.cumsum(listed)])
     run(
         lambda k: binning.scatter(
             *chunks[k],
             order,
-            slot_start,
-            slot_end,
+            capacity,
+            run_end,
             int(capacity[chunks[k][0]] - used_before[k]),
             listed_tile,
             listed_mask,
             pairs_per_tile[k],
-            pair_splat,
-            pair_mask,
-            pair_slot,
+            pairs,
+            runs,
         ),
         len(chunks),
     )
-    return Tiles(tile_start, block_start, pair_splat, pair_mask, pair_slot, slot_start, slot_end)
+    return Tiles(tile_start, block_start, pairs, runs)
 
 
 def _tile_spans(tiles: Tiles) -> list[tuple[int, int]]:
@@ -219,10 +212,8 @@ def _tile_spans(tiles: Tiles) -> list[tuple[int, int]]:
 def blend(splats: Array, tiles: Tiles, settings: Settings, background: Array, image: Array, alphas: Array) -> Blended:
     """Blend into `image` (H, W, X) and `alphas` (H, W); `background` is float32 (4,)."""
     count = len(tiles.tile_start) - 1
-    total = len(tiles.pair_splat)
     record = Blended(
         np.empty((count, TILE_PIXELS), np.float32),
-        np.empty(total, np.uint16),
         np.empty(count, np.int64),
         np.empty(int(tiles.block_start[-1]), np.uint16),
     )
@@ -235,15 +226,13 @@ def blend(splats: Array, tiles: Tiles, settings: Settings, background: Array, im
             settings.height,
             tiles.tile_start,
             tiles.block_start,
-            tiles.pair_splat,
-            tiles.pair_mask,
+            tiles.pairs,
             splats,
             background,
             pixels.OFFSETS,
             image,
             alphas,
             record.transmittance,
-            record.taken,
             record.processed,
             record.lanes,
         ),
@@ -268,8 +257,8 @@ def blend_backward(
     """Gradients of `blend`: of the records `v_splats` (V, 16), and, in the visible rows of the zeroed `v_means2d` and
     `v_means2d_abs` (N, 2), of the means in pixels and their absolute sums.
     """
-    total = len(tiles.pair_splat)
-    slots = np.empty((total, PAIR_GRADIENT), np.float32)
+    total = len(tiles.pairs)
+    slots = np.empty((total, SPLAT), np.float32)
     used = np.zeros(total, np.uint8)
     kernel = pixels.backward_3 if settings.channels <= 3 else pixels.backward_4
     spans = _tile_spans(tiles)
@@ -280,13 +269,11 @@ def blend_backward(
             settings.height,
             tiles.tile_start,
             tiles.block_start,
-            tiles.pair_splat,
-            tiles.pair_slot,
+            tiles.pairs,
             splats,
             background,
             pixels.OFFSETS,
             record.transmittance,
-            record.taken,
             record.processed,
             record.lanes,
             v_image,
@@ -299,7 +286,16 @@ def blend_backward(
     chunks = _spans(len(rows), _ROWS_PER_CHUNK)
     run(
         lambda k: pixels.gather(
-            *chunks[k], rows, tiles.slot_start, tiles.slot_end, slots, used, v_splats, v_means2d, v_means2d_abs
+            *chunks[k],
+            rows,
+            splats,
+            tiles.runs,
+            slots,
+            used,
+            pixels.GRADIENT_FACTORS,
+            v_splats,
+            v_means2d,
+            v_means2d_abs,
         ),
         len(chunks),
     )

@@ -157,6 +157,7 @@ def _build_abs(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 
 minimum = _lanewise(2, Vec, _build_min)  # the smaller of two; the second where unordered
+maximum = _lanewise(2, Vec, lambda b, x, y: b.select(b.fcmp_ordered(">", x, y), x, y))  # likewise
 reciprocal = _lanewise(1, Vec, _build_reciprocal)
 fma = _lanewise(3, Vec, _build_fma)  # x * y + z with one rounding
 exp2 = _lanewise(1, Vec, _build_exp2)  # 2**x for -126 < x < 127; other lanes hold garbage to be masked away
@@ -164,6 +165,9 @@ absolute = _lanewise(1, Vec, _build_abs)
 negated_absolute = _lanewise(1, Vec, lambda b, x: b.fneg(_build_abs(b, x)))
 negate = _lanewise(1, Vec, lambda b, x: b.fneg(x))
 splat = _lanewise(1, Vec, lambda b, x: x)
+square_root = _lanewise(1, Vec, lambda b, x: _call(b, f"llvm.sqrt.v{LANES}f32", _V_F32, [x]))
+floor = _lanewise(1, Vec, lambda b, x: _call(b, f"llvm.floor.v{LANES}f32", _V_F32, [x]))
+ceiling = _lanewise(1, Vec, lambda b, x: _call(b, f"llvm.ceil.v{LANES}f32", _V_F32, [x]))
 greater = _lanewise(2, Mask, lambda b, x, y: b.fcmp_ordered(">", x, y))
 greater_equal = _lanewise(2, Mask, lambda b, x, y: b.fcmp_ordered(">=", x, y))
 
@@ -206,13 +210,16 @@ def from_bits(_context: Any, bits: Any) -> Any:
 
 
 def _pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> ir.Value:
-    data = context.make_array(array_type)(context, builder, array).data
-    return builder.bitcast(builder.gep(data, [index]), ir.PointerType(_V_F32))
+    return builder.bitcast(_element(context, builder, array_type, array, index), ir.PointerType(_V_F32))
+
+
+def _element(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> ir.Value:
+    return builder.gep(context.make_array(array_type)(context, builder, array).data, [index])
 
 
 @intrinsic
 def load(_context: Any, array: Any, index: Any) -> Any:
-    """Lanes from ``array[index : index + 16]`` (1-D, contiguous float32; bounds are not checked)."""
+    """Lanes from elements ``[index, index + 16)`` of a contiguous float32 array (bounds are not checked)."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> ir.Value:
         return builder.load(_pointer(context, builder, signature.args[0], args[0], args[1]), align=4)
@@ -222,7 +229,7 @@ def load(_context: Any, array: Any, index: Any) -> Any:
 
 @intrinsic
 def store(_context: Any, array: Any, index: Any, value: Any) -> Any:
-    """Write the lanes to ``array[index : index + 16]`` (1-D, contiguous float32; bounds are not checked)."""
+    """Write the lanes to elements ``[index, index + 16)`` of a contiguous float32 array (bounds are not checked)."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> ir.Value:
         builder.store(args[2], _pointer(context, builder, signature.args[0], args[0], args[1]), align=4)
@@ -232,21 +239,75 @@ def store(_context: Any, array: Any, index: Any, value: Any) -> Any:
 
 
 @intrinsic
-def add_lanes(_context: Any, value: Any) -> Any:
-    """Sum of the lanes, by halving: lane k takes lane k + 8, then k + 4, k + 2 and k + 1."""
+def column_sums(_context: Any, vectors: Any) -> Any:
+    """One vector whose lane k is the sum of the lanes of ``vectors[k]``, a tuple of up to 16; zero beyond.
+
+    Every sum adds lanes 8 apart, then 4, 2 and 1 apart; two vectors share each addition, which halves their number.
+    """
+    if not isinstance(vectors, types.UniTuple) or vectors.dtype != Vec or len(vectors) > LANES:
+        raise TypingError(f"expected a tuple of at most {LANES} Vec, got {vectors}")
 
     def codegen(_c: Any, builder: Any, _s: Any, args: Any) -> ir.Value:
-        value, width = args[0], LANES
-        while width > 1:
-            width //= 2
-            undefined = ir.Constant(value.type, ir.Undefined)
-            index = ir.VectorType(_I32, width)
-            low = builder.shuffle_vector(value, undefined, ir.Constant(index, list(range(width))))
-            high = builder.shuffle_vector(value, undefined, ir.Constant(index, list(range(width, 2 * width))))
-            value = builder.fadd(low, high)
-        return builder.extract_element(value, ir.Constant(_I32, 0))
+        rows = [builder.extract_value(args[0], k) for k in range(len(vectors))]
+        rows += [_constant(0.0)] * (LANES - len(rows))
+        owners = [[k] * LANES for k in range(LANES)]  # whose sum each lane holds a part of
+        step = LANES
+        while len(rows) > 1:
+            step //= 2
+            next_rows, next_owners = [], []
+            for k in range(0, len(rows), 2):
+                low = [i for i in range(2 * LANES) if i % (2 * step) < step]
+                a = builder.shuffle_vector(rows[k], rows[k + 1], ir.Constant(_V_I32, low))
+                b = builder.shuffle_vector(rows[k], rows[k + 1], ir.Constant(_V_I32, [i + step for i in low]))
+                next_rows.append(builder.fadd(a, b))
+                both_owners = owners[k] + owners[k + 1]
+                next_owners.append([both_owners[i] for i in low])
+            rows, owners = next_rows, next_owners
+        places = [owners[0].index(k) for k in range(LANES)]
+        return builder.shuffle_vector(rows[0], rows[0], ir.Constant(_V_I32, places))
 
-    return types.float32(Vec), codegen
+    return Vec(vectors), codegen
+
+
+@intrinsic
+def store_spans(_context: Any, array: Any, index: Any, low: Any, high: Any, mask: Any) -> Any:
+    """Write to elements ``[index, index + 16)`` of a contiguous int32 array, for every lane in `mask`, an integer whose
+    bits `low` to `high` are set (whole numbers of 0 to 30 as floats; none where high < low), and 0 for the others.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> ir.Value:
+        array, index, low, high, mask = args
+        wanted = builder.and_(mask, builder.fcmp_ordered(">=", high, low))
+        zero = _constant(0.0)
+        low, high = builder.select(wanted, low, zero), builder.select(wanted, high, zero)
+        first, last = builder.fptosi(low, _V_I32), builder.fptosi(high, _V_I32)
+        ones, twos = ir.Constant(_V_I32, [1] * LANES), ir.Constant(_V_I32, [2] * LANES)
+        span = builder.sub(builder.shl(twos, last), builder.shl(ones, first))
+        span = builder.select(wanted, span, ir.Constant(_V_I32, [0] * LANES))
+        pointer = _element(context, builder, signature.args[0], array, index)
+        builder.store(span, builder.bitcast(pointer, ir.PointerType(_V_I32)), align=4)
+        return context.get_dummy_value()
+
+    return types.none(array, types.intp, Vec, Vec, Mask), codegen
+
+
+@intrinsic
+def prefetch(_context: Any, array: Any, index: Any) -> Any:
+    """Ask for the cache line of element `index` of a contiguous array; never faults."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> ir.Value:
+        pointer = builder.bitcast(
+            _element(context, builder, signature.args[0], args[0], args[1]), ir.PointerType(ir.IntType(8))
+        )
+        function = builder.module.globals.get("llvm.prefetch.p0")
+        if function is None:
+            kind = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
+            function = ir.Function(builder.module, kind, "llvm.prefetch.p0")
+        read, keep, data = (ir.Constant(_I32, k) for k in (0, 3, 1))
+        builder.call(function, [pointer, read, keep, data])
+        return context.get_dummy_value()
+
+    return types.none(array, types.intp), codegen
 
 
 @intrinsic

@@ -1,1 +1,1 @@
-"""Ahead-of-time planning: tracks, Relative Locality Graph, schedule. Imports neither nerfstudio nor torch.distributed."""
+"""Ahead-of-time planning: tracks, Relative Locality Graph, schedule. No nerfstudio, no torch: numpy in, numpy out."""

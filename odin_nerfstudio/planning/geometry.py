@@ -35,7 +35,7 @@ class ViewGeometry:
         views = len(self.world_to_camera)
         shapes = (self.world_to_camera.shape, self.K.shape, self.width.shape, self.height.shape)
         if shapes != ((views, 4, 4), (views, 3, 3), (views,), (views,)):
-            raise ValueError(f"world_to_camera, K, width, height have shapes {shapes}; want (V,4,4), (V,3,3), (V,), (V,)")
+            raise ValueError(f"world_to_camera, K, width, height: want (V,4,4), (V,3,3), (V,), (V,), got {shapes}")
 
     @property
     def views(self) -> int:

@@ -12,7 +12,7 @@ from scipy import sparse
 
 from odin_nerfstudio.planning.rlg import Rlg
 
-ONE = 1 << 16
+ONE = 1 << 20
 """Integer that stands for weight 1."""
 
 

@@ -1,147 +1,182 @@
-"""The order of an epoch's views: local search that lowers predicted conflicts between ranks.
-
-Tasks of one rank never conflict with each other. So with the other ranks' orders held fixed, the cost of running view v
-in step s does not depend on where the rank's own other views go, and the best order of one rank is a linear assignment
-problem, solved exactly. Ranks take turns until nothing improves. Starting from a fresh shuffle each epoch keeps epochs
-different; many orders are about equally good.
-"""
+"""Searching an epoch's order: annealing that lowers predicted conflicts between ranks, and the imbalance of steps."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from odin_nerfstudio.planning.graph import ONE, PairGraph
-from odin_nerfstudio.planning.shuffle import keyed_permutation
+from odin_nerfstudio.planning.shuffle import keyed_bits
 from odin_nerfstudio.planning.slots import EpochSlots
 
-CHUNK = 160
-"""Views whose slots are exchanged at once. An assignment takes time cubic in this."""
-MAX_ROUNDS = 12
+PROFILE_LIMIT = 1 << 25
+"""Entries (views times steps) up to which an epoch's search keeps the cost of every view in every step: 256 MiB."""
 BALANCE = 0.05
-"""Conflict weight that one step's cost deviation of 100 % is worth."""
-REPEAT = 8 * ONE
-"""Cost of a view twice in one step, which happens only where two epochs meet."""
+"""Conflict weight that a task's cost deviating by 100 % from its step's mean is worth."""
+LOAD_UNIT = 64
+"""Mean of the integer loads in the search; small, so that their squares stay far from overflow."""
+REPEAT = 8
+"""Weight of a view twice in one step, which can happen only where two epochs meet."""
 
 
 @dataclass(frozen=True)
-class Occurrences:
-    """Where each view runs in one epoch.
+class Settled:
+    """The order of a neighbouring epoch.
 
     Attributes:
-        step: (V,) int64
-        rank: Planned rank. (V,) int32, -1 for views that do not matter here
+        order: View of each slot. (V,) int64
+        slots: The slots.
     """
 
-    step: np.ndarray
-    rank: np.ndarray
+    order: np.ndarray
+    slots: EpochSlots
+
+
+@dataclass
+class Search:
+    """What the search minimises.
+
+    Attributes:
+        graph: Edges between views.
+        load: Cost of each view. (V,) int64 with a mean of about ``LOAD_UNIT``
+        lag_weight: Integer weight of a conflict by distance in steps, 0 to max_delay + 1. (D + 1,) int64
+        balance: Integer weight of balance, see :func:`kernels_order.anneal_slots`.
+    """
+
+    graph: PairGraph
+    load: np.ndarray
+    lag_weight: np.ndarray
+    balance: int
+
+    @property
+    def one(self) -> int:
+        """Integer that stands for weight 1."""
+        return ONE
 
     @staticmethod
-    def none(views: int) -> Occurrences:
-        """An epoch in which nothing runs."""
-        return Occurrences(np.zeros(views, np.int64), np.full(views, -1, np.int32))
+    def make(graph: PairGraph, load: np.ndarray, lag_weight: np.ndarray, lanes: int) -> Search:
+        """From loads with a mean of about 1,000."""
+        scaled = np.rint(load * (LOAD_UNIT / 1000.0)).astype(np.int64)
+        # With L lanes of mean load U, sum over lanes of (load / U - mean / U)² = const - (sum of loads)² / (L U²).
+        balance = round(BALANCE * int(lag_weight[1]) * ONE / (LOAD_UNIT * LOAD_UNIT * lanes))
+        return Search(graph, scaled, lag_weight, balance)
+
+    def place(self, order: np.ndarray, slots: EpochSlots) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Step (V,) and rank (V,) of each view, and the load of each step."""
+        step_of, rank_of = np.empty(len(order), np.int64), np.empty(len(order), np.int32)
+        step_of[order], rank_of[order] = slots.step, slots.rank
+        first = int(slots.step[0])
+        step_load = np.zeros(int(slots.step[-1]) - first + 1, np.int64)
+        np.add.at(step_load, slots.step - first, self.load[order])
+        return step_of, rank_of, step_load
+
+    def cost(self, order: np.ndarray, slots: EpochSlots, period: int = 0) -> int:
+        """The objective of one epoch by itself (or repeated with a period, in steps), in units of
+        1 / (ONE lag_weight[1]); a constant that does not depend on the order is left out."""
+        from odin_nerfstudio.planning import kernels_order
+
+        step_of, rank_of, step_load = self.place(order, slots)
+        g = self.graph
+        return int(
+            kernels_order.total_cost(
+                g.indptr, g.neighbours, g.written, step_of, rank_of, self.lag_weight, step_load, self.balance,
+                period,
+            )
+        )
+
+    def anneal(
+        self,
+        order: np.ndarray,
+        slots: EpochSlots,
+        *,
+        proposals: int,
+        heat: float,
+        key: tuple[int, ...],
+        free_ranks: bool = False,
+        period: int = 0,
+        before: Settled | None = None,
+        after: Settled | None = None,
+    ) -> np.ndarray:
+        """Improve an order by exchanging views between slots of one rank, or of any.
+
+        Args:
+            order: View of each slot to start from. (V,) int64
+            slots: The epoch's slots.
+            proposals: Exchanges to try.
+            heat: Temperature at the start, in units of the mean change of cost by an exchange.
+            key: Keys the random choices.
+            free_ranks: Whether views may change rank.
+            period: Steps after which the epoch repeats itself, 0 for never. Only with ``free_ranks``.
+            before: The epoch before, if it is settled.
+            after: The epoch after, if it is settled.
+
+        Returns:
+            View of each slot. (V,) int64
+        """
+        from odin_nerfstudio.planning import kernels_order
+
+        order = order.copy()
+        if len(order) < 2 or proposals < 1:
+            return order
+        step_of, rank_of, step_load = self.place(order, slots)
+        by_rank = np.argsort(slots.rank, kind="stable")
+        rank_start = np.searchsorted(slots.rank[by_rank], np.arange(int(slots.rank.max()) + 2))
+        g = self.graph
+        edges = (g.indptr, g.neighbours, g.written, g.read)
+        near = self._near(slots, rank_of, before, after)
+        state = keyed_bits(1, *key)
+        first = -round(heat * 1024)
+        exponential = exponential_table(kernels_order.TABLE)
+        common = (order, slots.step, slots.rank)
+        lists = (rank_start, by_rank, step_load, self.load, self.balance)
+        if free_ranks or len(order) * len(step_load) > PROFILE_LIMIT:
+            kernels_order.anneal_slots(*common, free_ranks, period, *lists, *edges, step_of, rank_of, self.lag_weight,
+                                       near, exponential, proposals, first, state)  # fmt: skip
+        else:
+            profile = self._profile(near, len(step_load))
+            kernels_order.fill_profile(profile, int(slots.step[0]), *edges, step_of, rank_of, self.lag_weight)
+            kernels_order.anneal_profile(*common, *lists, *edges, step_of, rank_of, self.lag_weight, profile,
+                                         exponential, proposals, first, state)  # fmt: skip
+        return order
+
+    def _near(
+        self, slots: EpochSlots, rank_of: np.ndarray, before: Settled | None, after: Settled | None
+    ) -> np.ndarray:
+        """Cost of each view in the first and last e steps by what settled neighbouring epochs do. (V, 2 e) int64,
+        column c < e is c steps after the first, column e + c is c steps before the last."""
+        from odin_nerfstudio.planning import kernels_order
+
+        edge = len(self.lag_weight)
+        if before is None and after is None:
+            return np.zeros((self.graph.views, 0), np.int64)
+        g = self.graph
+        out = np.zeros((self.graph.views, 2 * edge), np.int64)
+        for settled, first_step, columns in (
+            (before, int(slots.step[0]), np.arange(edge)),
+            (after, int(slots.step[-1]) - edge + 1, np.arange(2 * edge - 1, edge - 1, -1)),
+        ):
+            if settled is None:
+                continue
+            close = np.abs(settled.slots.step - (first_step + edge // 2)) <= 2 * edge
+            cost = np.zeros((self.graph.views, edge), np.int64)
+            repeat = REPEAT * ONE * int(self.lag_weight[1])
+            kernels_order.edge_cost(
+                settled.order[close], settled.slots.step[close], settled.slots.rank[close],
+                g.indptr, g.neighbours, g.written, g.read, rank_of, first_step, self.lag_weight, repeat, cost,
+            )  # fmt: skip
+            out[:, columns] = cost
+        return out
+
+    def _profile(self, near: np.ndarray, steps: int) -> np.ndarray:
+        profile = np.zeros((self.graph.views, steps), np.int64)
+        edge = min(near.shape[1] // 2, steps)
+        for c in range(edge):
+            profile[:, c] += near[:, c]
+            profile[:, steps - 1 - c] += near[:, near.shape[1] // 2 + c]
+        return profile
 
 
-def occurrences(order: np.ndarray, slots: EpochSlots) -> Occurrences:
-    """Step and rank of each view, given the view of each slot. order: (V,)"""
-    step, rank = np.empty(len(order), np.int64), np.empty(len(order), np.int32)
-    step[order], rank[order] = slots.step, slots.rank
-    return Occurrences(step, rank)
-
-
-def improve_order(
-    graph: PairGraph,
-    slots: EpochSlots,
-    order: np.ndarray,
-    load: np.ndarray,
-    lag_weight: np.ndarray,
-    key: tuple[int, ...],
-    before: Occurrences | None = None,
-    after: Occurrences | None = None,
-) -> np.ndarray:
-    """Rearrange each rank's views among the rank's own slots.
-
-    Args:
-        graph: Edges between the views.
-        slots: The epoch's slots.
-        order: View of each slot to start from. (V,) int64
-        load: Cost of each view, mean about 1,000. (V,) int64
-        lag_weight: Integer weight of a conflict by distance in steps; entry 0 unused. (max_delay + 2,) int64
-        key: Keys the choice of chunks.
-        before: The previous epoch, if it is settled already.
-        after: The next epoch, if it is settled already.
-
-    Returns:
-        View of each slot. (V,) int64
-    """
-    from odin_nerfstudio.planning import kernels
-
-    order = order.copy()
-    views = graph.views
-    first_step = int(slots.step[0])
-    steps = int(slots.step[-1]) - first_step + 1
-    now = occurrences(order, slots)
-    fixed = [before or Occurrences.none(views), after or Occurrences.none(views)]
-    step_of = np.stack([fixed[0].step, now.step, fixed[1].step])
-    rank_of = np.stack([fixed[0].rank, now.rank, fixed[1].rank])
-    step_load = np.bincount(slots.step - first_step, weights=load[order], minlength=steps)
-    step_count = np.bincount(slots.step - first_step, minlength=steps)
-    unit = BALANCE * float(lag_weight[1]) * ONE / float(max(load.mean(), 1.0)) ** 2
-    own_slots = [np.flatnonzero(slots.rank == r) for r in range(int(slots.rank.max()) + 1)]
-
-    for turn in range(MAX_ROUNDS):
-        gained = False
-        for rank, all_places in enumerate(own_slots):
-            places_of_rank = all_places[keyed_permutation(len(all_places), *key, turn, rank)]
-            for start in range(0, len(places_of_rank), CHUNK):
-                places = np.sort(places_of_rank[start : start + CHUNK])
-                if len(places) < 2:
-                    continue
-                members = order[places]
-                profile = np.zeros((len(members), steps), np.int64)
-                kernels.add_conflict(
-                    members, rank, first_step, graph.indptr, graph.neighbours, graph.written, graph.read,
-                    step_of, rank_of, lag_weight, profile,
-                )  # fmt: skip
-                _add_repeats(profile, members, first_step, step_of, rank_of, lag_weight)
-                column = slots.step[places] - first_step
-                cost = profile[:, column]
-                cost = cost + _balance_cost(load, members, slots.step, order, rank, slots.rank, places, first_step,
-                                            step_load, step_count, unit)  # fmt: skip
-                _, chosen = linear_sum_assignment(cost)
-                identity = np.arange(len(members))
-                if int(cost[identity, identity].sum()) <= int(cost[identity, chosen].sum()):
-                    continue
-                gained = True
-                step_load -= np.bincount(column, weights=load[members], minlength=steps)
-                moved = places[chosen]
-                order[moved] = members
-                step_of[1, members] = slots.step[moved]
-                step_load += np.bincount(slots.step[moved] - first_step, weights=load[members], minlength=steps)
-        if not gained:
-            break
-    return order
-
-
-def _balance_cost(load, members, slot_step, order, rank, slot_rank, places, first_step, step_load, step_count, unit):
-    """Squared deviation of each member's load from the mean load per lane of the others in the step. (n, n) int64"""
-    column = slot_step[places] - first_step
-    others_load = step_load[column] - load[order[places]]
-    others = np.maximum(step_count[column] - 1, 1)
-    mean = others_load / others
-    return np.rint(unit * (load[members][:, None] - mean[None, :]) ** 2).astype(np.int64)
-
-
-def _add_repeats(profile, members, first_step, step_of, rank_of, lag_weight):
-    """A view should not come back within a few steps of its place in a neighbouring epoch, least of all in one step."""
-    steps = profile.shape[1]
-    for epoch in (0, 2):
-        for i in np.flatnonzero(rank_of[epoch, members] >= 0):
-            at = int(step_of[epoch, members[i]]) - first_step
-            for distance in range(len(lag_weight)):
-                value = REPEAT * int(lag_weight[1]) if distance == 0 else ONE * int(lag_weight[distance])
-                for s in {at - distance, at + distance}:
-                    if 0 <= s < steps:
-                        profile[i, s] += value
+def exponential_table(size: int) -> np.ndarray:
+    """Quantiles of the exponential distribution with mean ``size``, as integers. (size,) int64"""
+    return np.rint(-np.log((np.arange(size) + 0.5) / size) * size).astype(np.int64)

@@ -47,7 +47,7 @@ class Prediction:
         waiting: Share of tasks that read something that another rank wrote in the step before.
         admissible: Share of tasks that share at most 0.3 with what other ranks wrote in the step before.
         overlap: Mean overlap window in steps.
-        spread: Mean over pairs of lanes of one step on different ranks of the weight: how much a step looks at one place.
+        spread: Mean weight between lanes of one step on different ranks: how much a step looks at one place.
     """
 
     first_step: int

@@ -1,8 +1,8 @@
 """The plan: per step and lane the view, its rank, predicted conflicts and overlap windows.
 
-A plan is a deterministic function of its inputs. Epochs are made when asked for and depend on the inputs and the epoch's
-number alone (an odd epoch also on its two even neighbours, which it is fitted between), so any rank gets any step of the
-same plan without communication, also after a resume.
+A plan is a deterministic function of its inputs. Epochs are made when asked for and depend on the inputs and their
+number alone (an odd epoch is fitted between its two even neighbours, which depend on no other), so any rank gets any
+step of the same plan without communication, also after a resume.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from typing import Literal
 
 import numpy as np
 
-from odin_nerfstudio.planning.graph import PairGraph, pair_graph
+from odin_nerfstudio.planning import epochs as epoch_maker
+from odin_nerfstudio.planning.graph import pair_graph
+from odin_nerfstudio.planning.ordering import Search
 from odin_nerfstudio.planning.rlg import Rlg
 from odin_nerfstudio.planning.slots import EpochSlots, epoch_slots, rank_of_lanes
+from odin_nerfstudio.planning.template import Template
 
 Order = Literal["rlg", "random"]
 KEPT_EPOCHS = 8
@@ -36,8 +39,9 @@ class PlannedStep:
             points that they observe too; 0 where there are none. (L, max_delay + 1) float32
         pending: Upper bound of the share of what lane l reads that tasks of other ranks wrote in the last
             ``max_delay`` + 1 steps: the sum of their weights, at most 1. (L,) float32
-        window: By how many earlier steps lane l is expected to overlap without conflict: the largest number, at most
-            ``max_delay`` + 1, of preceding steps whose tasks on other ranks share at most 1 % of what it reads. (L,) int32
+        window: How many earlier steps lane l is expected to overlap with: the largest number, at most
+            ``max_delay`` + 1, of preceding steps whose tasks on other ranks share at most 1 % of what it reads.
+            (L,) int32
     """
 
     views: np.ndarray
@@ -64,8 +68,7 @@ class Plan:
         steps: Length of the plan in steps, or None for one without end.
         load: Cost of each view, integers with a mean of about 1,000. (V,) int64
         diversity: See :func:`make_plan`.
-        affinity: Planned rank of each view; -1 for views that move between ranks. (V,) int32
-        phase: Phase of each view within its rank, see :mod:`odin_nerfstudio.planning.phases`. (V,) int32
+        template: Ranks of the views, and the epoch that all others start from.
     """
 
     rlg: Rlg
@@ -78,9 +81,8 @@ class Plan:
     steps: int | None
     load: np.ndarray
     diversity: float
-    affinity: np.ndarray
-    phase: np.ndarray
-    _graph: PairGraph = field(repr=False)
+    template: Template = field(repr=False)
+    _search: Search = field(repr=False)
     _epochs: OrderedDict[int, np.ndarray] = field(default_factory=OrderedDict, repr=False)
     _pinned: dict[int, np.ndarray] = field(default_factory=dict, repr=False)
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
@@ -89,6 +91,11 @@ class Plan:
     def views(self) -> int:
         """Number of views V."""
         return self.rlg.views
+
+    @property
+    def affinity(self) -> np.ndarray:
+        """Planned rank of each view, the same in all epochs; -1 for views that move between ranks. (V,) int32"""
+        return self.template.rank
 
     def epoch_of(self, step: int, lane: int = 0) -> int:
         """Epoch that a task belongs to: every view comes once in each."""
@@ -113,12 +120,10 @@ class Plan:
             return made
 
     def _make_epoch(self, epoch: int) -> np.ndarray:
-        from odin_nerfstudio.planning import epochs
-
         neighbours = {}
         if epoch % 2:
             neighbours = {e: self.epoch_order(e) for e in (epoch - 1, epoch + 1)}
-        return epochs.make_epoch(self, epoch, neighbours)
+        return epoch_maker.make_epoch(self, self._search, epoch, neighbours)
 
     def slots(self, epoch: int) -> EpochSlots:
         """Steps, lanes and planned ranks of an epoch's slots."""
@@ -175,10 +180,11 @@ class Plan:
         return predict_step(self, step)
 
     def fingerprint(self) -> str:
-        """Hash of what the plan is made from and of its first epoch. Ranks whose fingerprints agree agree on the plan."""
-        parts = (self.rlg.weights.indptr.astype(np.int64), self.rlg.weights.indices.astype(np.int64),
-                 self._graph.written, self._graph.read, self.load, self.affinity, self.phase, self.epoch_order(0))  # fmt: skip
+        """Hash of the plan's inputs, ranks and first epoch. Ranks whose fingerprints agree have the same plan."""
         text = (self.plan_ranks, self.views_per_step, self.seed, self.order, self.max_delay, self.diversity)
+        graph = self._search.graph
+        parts = (graph.indptr, graph.neighbours, graph.written, graph.read, self.rlg.unknown, self.load,
+                 self.template.rank, self.template.step, self.epoch_order(0))  # fmt: skip
         digest = hashlib.sha256(repr(text).encode())
         for part in parts:
             digest.update(np.ascontiguousarray(part).tobytes())
@@ -236,8 +242,6 @@ def make_plan(
     Raises:
         ValueError: An argument is out of range.
     """
-    from odin_nerfstudio.planning import epochs as epoch_maker
-
     plan_ranks = ranks if plan_ranks is None else plan_ranks
     if rlg.views < 1:
         raise ValueError("rlg has no views: there is nothing to plan")
@@ -262,14 +266,15 @@ def make_plan(
     if steps is not None and steps < 0:
         raise ValueError(f"the plan's length must not be negative, got {steps} steps")
 
-    graph = pair_graph(rlg)
     load = _integer_load(rlg.sizes if cost is None else np.asarray(cost), rlg.views)
+    weights = epoch_maker.lag_weights(max_delay, diversity)
+    search = Search.make(pair_graph(rlg), load, weights, views_per_step)
     plan = Plan(
         rlg=rlg, ranks=ranks, plan_ranks=plan_ranks, views_per_step=views_per_step, seed=seed, order=order,
         max_delay=max_delay, steps=steps, load=load, diversity=float(diversity),
-        affinity=np.full(rlg.views, -1, np.int32), phase=np.zeros(rlg.views, np.int32), _graph=graph,
+        template=Template.none(rlg.views, seed), _search=search,
     )  # fmt: skip
-    epoch_maker.assign_ranks(plan)
+    plan.template = epoch_maker.template_of(plan, search)
     return plan
 
 

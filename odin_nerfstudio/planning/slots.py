@@ -1,8 +1,8 @@
 """The stream of slots: which (step, lane) belongs to which epoch and planned rank.
 
-Slots are numbered step by step, lane by lane: slot q is step q // L, lane q % L. Epoch e takes slots e V to (e + 1) V - 1,
-so an epoch that does not fill its last step is continued there by the next one. Every step has L tasks, and every view
-comes once an epoch, also where there are fewer views than lanes (a step then spans several epochs).
+Slots are numbered step by step, lane by lane: slot q is step q // L, lane q % L. Epoch e takes slots e V to
+(e + 1) V - 1, so an epoch that does not fill its last step is continued there by the next one. Every step has L tasks,
+and every view comes once an epoch, also where there are fewer views than lanes (a step then spans several epochs).
 
 Lane l is planned for rank l R // L: contiguous lanes, L / R of them for each rank, give or take one.
 """

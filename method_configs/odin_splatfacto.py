@@ -7,11 +7,12 @@ from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataPars
 from nerfstudio.engine.schedulers import ExponentialDecaySchedulerConfig
 from nerfstudio.plugins.types import MethodSpecification
 
+from odin_nerfstudio.glue.launch import default_device_type
 from odin_nerfstudio.glue.odin_datamanager import OdinDataManagerConfig
 from odin_nerfstudio.glue.odin_model import OdinSplatfactoModelConfig
 from odin_nerfstudio.glue.odin_optimizers import OdinAdamConfig
 from odin_nerfstudio.glue.odin_pipeline import OdinPipelineConfig
-from odin_nerfstudio.glue.odin_trainer import OdinTrainerConfig, default_device_type
+from odin_nerfstudio.glue.odin_trainer import OdinTrainerConfig
 
 odin_splatfacto = MethodSpecification(
     config=OdinTrainerConfig(

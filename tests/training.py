@@ -56,9 +56,10 @@ def small_config(scene: Path, outputs: Path, steps: int, **options: Any) -> Any:
     model.resolution_schedule = 60
     model.warmup_length = 40
     model.refine_every = 20
-    model.reset_alpha_every = 5
+    model.reset_alpha_every = 6
+    model.stop_split_at = 200
     model.sh_degree_interval = 50
-    model.densify_grad_thresh = 0.0004
+    model.densify_grad_thresh = 0.0016
     for name, value in options.items():
         holder = config
         *parents, last = name.split("__")

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -35,21 +34,27 @@ def keyed_generator(seed: int, *key: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(derive_seed(seed, *key))
 
 
-@contextmanager
-def seeded_torch(seed: int, *key: int | str, device: torch.device | str = "cpu") -> Iterator[None]:
-    """Runs a block of foreign code that draws from torch's global generators with keyed numbers.
-
-    The global generators are put back afterwards, so that the block leaves no trace in them.
-    """
-    device = torch.device(device)
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(derive_seed(seed, *key))
-        yield
-
-
 def seed_everything(seed: int) -> None:
     """Seeds the global generators of Python, numpy and torch alike on every rank."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def generator_states() -> dict[str, Any]:
+    """The global generators of Python, numpy and torch, as plain values and tensors."""
+    kind, keys, position, has_gauss, cached = cast(tuple, np.random.get_state())
+    return {
+        "python": list(random.getstate()),
+        "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
+        "torch": torch.get_rng_state(),
+    }
+
+
+def restore_generators(states: dict[str, Any]) -> None:
+    """Takes back what :func:`generator_states` gave."""
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, position, has_gauss, cached = states["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(states["torch"])

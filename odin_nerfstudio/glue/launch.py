@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,11 @@ class Place:
             return Place(*(int(os.environ[name]) for name in names))
         except KeyError as error:
             raise SystemExit(f"Error: {error} is not set; start several ranks with torchrun") from error
+
+
+def default_device_type() -> Literal["cpu", "cuda"]:
+    """cuda where there is a usable device, else cpu."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def threads_per_rank(local_ranks: int) -> int:
@@ -71,7 +76,8 @@ def join_group(place: Place, device_type: str, init_method: str | None = None) -
         )
     except (RuntimeError, ValueError) as error:
         raise RuntimeError(
-            f"rank {place.rank} of {place.ranks} could not join the job at {init_method or 'the torchrun address'}: {error}"
+            f"rank {place.rank} of {place.ranks} could not join the job at "
+            f"{init_method or 'the address that torchrun gave'}: {error}"
         ) from error
     machines = place.ranks // place.local_ranks
     for machine in range(machines):

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
+from gsplat.strategy import DefaultStrategy
 from nerfstudio.cameras.cameras import Cameras
+from nerfstudio.engine.callbacks import TrainingCallback, TrainingCallbackAttributes, TrainingCallbackLocation
 from nerfstudio.models.splatfacto import RGB2SH, SplatfactoModel, SplatfactoModelConfig
 
 from odin_nerfstudio.glue.compat import without_lpips_download
-from odin_nerfstudio.glue.keyed_random import keyed_generator, seeded_torch
+from odin_nerfstudio.glue.keyed_random import keyed_generator
 from odin_nerfstudio.glue.lpips_metric import OptionalLpips
 from odin_nerfstudio.rendering import rasterization
 from odin_nerfstudio.rendering.losses import photometric_loss
+
+NEAR_PLANE, FAR_PLANE = 0.01, 1e10
 
 ROW_FIELDS = ("means", "scales", "quats", "features_dc", "features_rest", "opacities")
 """The per-primitive parameters of splatfacto, in the order of its optimizers."""
@@ -43,6 +48,19 @@ class OdinSplatfactoModelConfig(SplatfactoModelConfig):
     _target: type = field(default_factory=lambda: OdinSplatfactoModel)
 
 
+class FedStrategy(DefaultStrategy):
+    """gsplat's strategy, fed with statistics by the runtime, lane by lane, instead of by the last rendered view."""
+
+    def _update_state(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: see :class:`odin_nerfstudio.runtime.statistics.DensificationStatistics`."""
+
+    def acts_at(self, step: int) -> bool:
+        """Whether the strategy changes primitives after a step (densify, prune or reset opacities)."""
+        refines = step > self.refine_start_iter and step % self.refine_every == 0
+        rested = step % self.reset_every >= self.pause_refine_after_reset
+        return step < self.refine_stop_iter and ((refines and rested) or step % self.reset_every == 0)
+
+
 class OdinSplatfactoModel(SplatfactoModel):
     """splatfacto with the same parameters, losses and outputs, on the CPU as well as on CUDA.
 
@@ -68,6 +86,8 @@ class OdinSplatfactoModel(SplatfactoModel):
             self.gauss_params["features_dc"].data.copy_(color)
         del self.lpips
         self.lpips = cast(Any, OptionalLpips())
+        settings = {f.name: getattr(self.strategy, f.name) for f in dataclasses.fields(self.strategy)}
+        self.strategy = FedStrategy(**settings)
 
     # Rendering ------------------------------------------------------------------------------------------------
 
@@ -115,8 +135,8 @@ class OdinSplatfactoModel(SplatfactoModel):
             width=width,
             height=height,
             packed=False,
-            near_plane=0.01,
-            far_plane=1e10,
+            near_plane=NEAR_PLANE,
+            far_plane=FAR_PLANE,
             render_mode="RGB+ED" if with_depth else "RGB",
             sh_degree=sh_degree,
             sparse_grad=False,
@@ -152,13 +172,20 @@ class OdinSplatfactoModel(SplatfactoModel):
         """
         if self.config.sh_degree == 0:
             return torch.sigmoid(rows["features_dc"]), None
-        degree = self.active_sh_degree()
+        degree = self.sh_degree_at(self.step)
         bands = (degree + 1) ** 2 - 1
         return torch.cat((rows["features_dc"][:, None, :], rows["features_rest"][:, :bands]), dim=1), degree
 
-    def active_sh_degree(self) -> int:
-        """The spherical-harmonics degree in use at the current step."""
-        return min(self.step // self.config.sh_degree_interval, self.config.sh_degree)
+    def sh_degree_at(self, step: int) -> int:
+        """The spherical-harmonics degree in use at a step."""
+        return min(step // self.config.sh_degree_interval, self.config.sh_degree)
+
+    def downscale_at(self, step: int) -> int:
+        """The factor by which images are smaller at a step of training."""
+        return 2 ** max(self.config.num_downscales - step // self.config.resolution_schedule, 0)
+
+    def _get_downscale_factor(self) -> int:
+        return self.downscale_at(self.step) if self.training else 1
 
     def _get_background_color(self) -> torch.Tensor:
         if self.training and self.config.background_color == "random":
@@ -198,17 +225,25 @@ class OdinSplatfactoModel(SplatfactoModel):
     def get_loss_dict(
         self, outputs: dict[str, Any], batch: dict[str, Any], metrics_dict: dict[str, Any] | None = None
     ) -> dict[str, torch.Tensor]:
-        """splatfacto's losses: (1 - lambda) L1 + lambda (1 - SSIM), and the regularizers that are switched on."""
+        """splatfacto's losses: that of the image, and the regularizers that are switched on."""
+        losses = {"main_loss": self.image_loss(outputs, batch), "scale_reg": torch.zeros((), device=self.device)}
+        return losses | self.regularizers()
+
+    def image_loss(self, outputs: dict[str, Any], batch: dict[str, Any]) -> torch.Tensor:
+        """(1 - lambda) L1 + lambda (1 - SSIM) of a rendered view."""
         truth, rendered = self._ground_truth(outputs, batch), outputs["rgb"]
         if "mask" in batch:
             mask = self._downscale_if_required(batch["mask"]).to(self.device)
             if mask.shape[:2] != rendered.shape[:2]:
                 raise ValueError(f"mask is {tuple(mask.shape[:2])}, the rendered image {tuple(rendered.shape[:2])}")
             truth, rendered = truth * mask, rendered * mask
-        losses = {
-            "main_loss": photometric_loss(rendered, truth, self.config.ssim_lambda),
-            "scale_reg": self._scale_regularization(),
-        }
+        return photometric_loss(rendered, truth, self.config.ssim_lambda)
+
+    def regularizers(self) -> dict[str, torch.Tensor]:
+        """Losses that touch every row without needing a view; the runtime adds their gradients at publication."""
+        losses: dict[str, torch.Tensor] = {}
+        if self.config.use_scale_regularization and self.scale_regularization_due(self.step):
+            losses["scale_reg"] = 0.1 * self.elongation(self.scales).mean()
         if self.training:
             self.camera_optimizer.get_loss_dict(losses)
             if self.config.use_bilateral_grid:
@@ -217,13 +252,15 @@ class OdinSplatfactoModel(SplatfactoModel):
                 losses["tv_loss"] = 10 * total_variation_loss(self.bil_grids.grids)
         return losses
 
-    def _scale_regularization(self) -> torch.Tensor:
-        """PhysGaussian's penalty on elongated primitives, every tenth step as in splatfacto."""
-        if not self.config.use_scale_regularization or self.step % 10 != 0:
-            return torch.zeros((), device=self.device)
-        scales = torch.exp(self.scales)
+    def scale_regularization_due(self, step: int) -> bool:
+        """Whether a step has PhysGaussian's penalty on elongated primitives: every tenth, as in splatfacto."""
+        return step % 10 == 0
+
+    def elongation(self, log_scales: torch.Tensor) -> torch.Tensor:
+        """By how much the ratio of largest to smallest scale exceeds ``max_gauss_ratio``. ``[N, 3]`` -> ``[N]``."""
+        scales = torch.exp(log_scales)
         ratio = scales.amax(dim=-1) / scales.amin(dim=-1)
-        return 0.1 * (ratio.clamp_min(self.config.max_gauss_ratio) - self.config.max_gauss_ratio).mean()
+        return ratio.clamp_min(self.config.max_gauss_ratio) - self.config.max_gauss_ratio
 
     def get_image_metrics_and_images(
         self, outputs: dict[str, torch.Tensor], batch: dict[str, torch.Tensor]
@@ -234,11 +271,18 @@ class OdinSplatfactoModel(SplatfactoModel):
 
     # Structural steps, checkpoints ----------------------------------------------------------------------------
 
-    def step_post_backward(self, step: int) -> None:
-        """Densification statistics and, where due, the structural step, with randomness keyed by (seed, step)."""
-        seed, _, _ = self.task
-        with seeded_torch(seed, "structural", step, device=self.device):
-            super().step_post_backward(step)
+    def get_training_callbacks(
+        self, training_callback_attributes: TrainingCallbackAttributes
+    ) -> list[TrainingCallback]:
+        """Only the one that notes the step: the trainer calls :meth:`surgery` when every contribution is in."""
+        before = [TrainingCallbackLocation.BEFORE_TRAIN_ITERATION]
+        return [TrainingCallback(before, self.step_cb, args=[training_callback_attributes.optimizers])]
+
+    def surgery(self, step: int) -> None:
+        """The strategy's structural step. The caller keys torch's global generators by (seed, step)."""
+        self.strategy.step_post_backward(
+            self.gauss_params, self.optimizers, self.strategy_state, step, info={}, packed=False
+        )
 
     def load_state_dict(self, dict: dict[str, torch.Tensor], **kwargs: Any) -> Any:  # type: ignore[override]
         """Loads a checkpoint of any size, of splatfacto or of this package.

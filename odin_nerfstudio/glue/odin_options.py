@@ -3,15 +3,44 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
+
+from tyro.conf import Suppress
 
 
 @dataclass
 class OdinOptions:
-    """How Odin orders views."""
+    """How Odin orders views and synchronizes devices."""
 
+    mode: Literal["barrier", "quality"] = "quality"
+    """When a view may be rendered. "barrier": when every update of the step before is in, as in ordinary
+    synchronized training. "quality": when the updates of the primitives that the view can see are in; the result is
+    the same, bit for bit."""
+    views_per_step: int | None = None
+    """Views that contribute to one optimizer step. Default: one per device; a resumed run keeps its number. The result
+    depends on this number, not on the number of devices."""
     order: Literal["rlg", "random"] = "rlg"
     """Order of the views. "rlg": by the Relative Locality Graph, so that views rendered at the same time on
-    different devices share little; "random": shuffled, the baseline. One device sees shuffled views either way."""
+    different devices share little; "random": shuffled, the baseline. One view per step is shuffled either way."""
+    lookahead: int = 2
+    """How many steps a device may be ahead of the oldest step that is not complete. More hides more, and takes more
+    memory for contributions that wait."""
+    max_delay: int = 2
+    """The plan keeps conflicts low between a view and those of other devices in the last max_delay + 1 steps."""
+    placement: Literal["replicated"] = "replicated"
+    """Where primitives live. "replicated": every device holds all of them and applies every update."""
+    scale_schedule: bool = True
+    """With several views per step, divide all intervals that count steps (training length, warm-up, refinement, resets,
+    resolution, spherical harmonics) by that number, multiply learning rates by its square root and raise Adam's betas
+    to its power, so that as many views are rendered as with one device and the quality stays."""
     seed: int | None = None
     """Seed of view order, backgrounds and densification. Default: the run's --machine.seed."""
+    stall: float = 120.0
+    """A device that is silent or awaited for this many seconds counts as failed, and the job ends, naming it."""
+    trace: Path | None = None
+    """Write a Chrome/Perfetto trace of the whole run here, with one row per device (open it at ui.perfetto.dev)."""
+    scaled_for: Suppress[int] = 1
+    """Views per step that the intervals and learning rates of this config are made for; set by scale_schedule."""
+    debug: bool = False
+    """Check every read, write and publication for hazards, and compare all devices' states at structural steps."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-import torch
 from nerfstudio.pipelines.base_pipeline import VanillaPipeline, VanillaPipelineConfig
 
 from odin_nerfstudio.glue.compat import provide_ffmpeg
@@ -13,7 +13,7 @@ from odin_nerfstudio.glue.odin_datamanager import OdinDataManager, OdinDataManag
 from odin_nerfstudio.glue.odin_model import OdinSplatfactoModel, OdinSplatfactoModelConfig
 from odin_nerfstudio.glue.odin_options import OdinOptions
 from odin_nerfstudio.glue.planning import plan_for
-from odin_nerfstudio.glue.step_timer import StepTimer
+from odin_nerfstudio.planning.schedule import Plan
 
 DEFAULT_SEED = 42
 
@@ -37,30 +37,25 @@ class OdinPipeline(VanillaPipeline):
     config: OdinPipelineConfig  # type: ignore[assignment]
     datamanager: OdinDataManager
 
-    def __init__(self, config: OdinPipelineConfig, device: str, **kwargs: Any) -> None:
+    def __init__(self, config: OdinPipelineConfig, device: str, world_size: int = 1, **kwargs: Any) -> None:
         provide_ffmpeg()
-        super().__init__(config, device, **kwargs)
+        # nerfstudio would wrap the model into DDP, whose hooks do not survive a densification
+        super().__init__(config, device, world_size=1, **kwargs)
+        self.world_size = world_size
         self.seed = DEFAULT_SEED if config.odin.seed is None else config.odin.seed
-        self.timer: Any = StepTimer()
 
     @property
     def splats(self) -> OdinSplatfactoModel:
         """The model, with its type."""
         return cast(OdinSplatfactoModel, self.model)
 
-    def prepare_training(self) -> None:
+    def prepare_training(self, rank: int, ranks: int) -> Plan:
         """Makes the plan and hands it to the data manager; ns-eval and the like never need one."""
-        plan = plan_for(self.datamanager, self.config.odin, self.seed)
-        self.datamanager.follow(plan, list(range(len(self.datamanager.train_dataset))))
-
-    def get_train_loss_dict(self, step: int) -> tuple[Any, dict[str, torch.Tensor], dict[str, Any]]:
-        """Renders the step's view and returns outputs, losses and metrics."""
-        self.splats.task = (self.seed, step, 0)
-        with self.timer.phase("data"):
-            camera, batch = self.datamanager.next_train(step)
-        with self.timer.phase("render"):
-            outputs = self.model(camera)
-        with self.timer.phase("loss"):
-            metrics = self.splats.get_metrics_dict(outputs, batch)
-            losses = self.splats.get_loss_dict(outputs, batch, metrics)
-        return outputs, losses, metrics
+        options = self.config.odin
+        lanes = options.views_per_step or ranks
+        plan = plan_for(self.datamanager, options, self.seed, ranks, lanes)
+        self.datamanager.follow(plan, plan.views_of_rank(rank).tolist())
+        if options.scale_schedule:
+            strategy = self.splats.strategy
+            strategy.pause_refine_after_reset = math.ceil(plan.views / lanes) + strategy.refine_every
+        return plan

@@ -1,38 +1,37 @@
-"""The trainer: device choice, exact resume, checkpoints that survive a kill, a clean end on Ctrl-C."""
+"""The trainer: steps through the runtime, exact resume, checkpoints that survive a kill, a clean end on Ctrl-C."""
 
 from __future__ import annotations
 
-import functools
-import random
-import signal
-import threading
-from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-import numpy as np
 import torch
-from nerfstudio.engine.callbacks import TrainingCallback, TrainingCallbackLocation
+from nerfstudio.engine.callbacks import TrainingCallbackLocation
 from nerfstudio.engine.trainer import Trainer, TrainerConfig
-from nerfstudio.utils import writer
-from nerfstudio.utils.decorators import check_main_thread
+from nerfstudio.utils import comms, writer
+from nerfstudio.utils.misc import step_check
 from nerfstudio.utils.rich_utils import CONSOLE
+from nerfstudio.utils.writer import EventName, TimeWriter
 
+from odin_nerfstudio.glue import job
 from odin_nerfstudio.glue.checkpoint import CheckpointError, find_checkpoint, read_checkpoint, write_checkpoint
 from odin_nerfstudio.glue.checks import InputError
-from odin_nerfstudio.glue.keyed_random import seed_everything
+from odin_nerfstudio.glue.interrupts import InterruptRequests
+from odin_nerfstudio.glue.keyed_random import generator_states, restore_generators, seed_everything
 from odin_nerfstudio.glue.odin_pipeline import OdinPipeline, OdinPipelineConfig
+from odin_nerfstudio.glue.step_runner import StepRunner
 from odin_nerfstudio.glue.step_timer import StepTimer
+from odin_nerfstudio.runtime.faults import EXIT_CODE, FaultLimits, NonFiniteGradient, RankFailure
+from odin_nerfstudio.runtime.gloo import GlooTransport
+from odin_nerfstudio.runtime.transport import Activity, LocalTransport, Transport
 
 RESUME_KEY = "odin"
 """Where a checkpoint keeps what splatfacto's do not have; nerfstudio's loaders pass over it."""
 
-
-def default_device_type() -> Literal["cpu", "cuda"]:
-    """cuda where there is a usable device, else cpu."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+STOP = "stop"
+"""The word by which one rank tells all to end at the same step."""
 
 
 @dataclass
@@ -44,124 +43,196 @@ class OdinTrainerConfig(TrainerConfig):
     """Pipeline configuration."""
 
     def set_timestamp(self) -> None:
-        """Runs once per job, in the process that the user started, before anything is written."""
-        if self.machine.device_type == "cuda" and not torch.cuda.is_available():
-            raise SystemExit("Error: --machine.device-type cuda, but torch finds no CUDA device; use cpu.")
-        if self.pipeline.odin.seed is None:
-            self.pipeline.odin.seed = self.machine.seed
+        """Runs in the process that the user started, before anything is written."""
+        job.prepare(self)
         super().set_timestamp()
 
     def set_experiment_name(self) -> None:
         """nerfstudio's, also where the data was named behind the dataparser (``... colmap --data D``)."""
         if self.experiment_name is None and self.pipeline.datamanager.data is None:
             data = getattr(self.pipeline.datamanager.dataparser, "data", None)
-            if data is not None and Path(data) != Path("."):
+            if data is not None and Path(data) != Path():
                 self.experiment_name = Path(data).resolve().stem
         super().set_experiment_name()
 
+    def print_to_terminal(self) -> None:
+        """nerfstudio's, once per job."""
+        if job.is_first_process(self):
+            super().print_to_terminal()
+
+    def save_config(self) -> None:
+        """nerfstudio's, once per job."""
+        if job.is_first_process(self):
+            super().save_config()
+
 
 class OdinTrainer(Trainer):
-    """nerfstudio's trainer for Odin's pipelines."""
+    """nerfstudio's trainer for Odin's pipelines, on one rank or as one of several."""
 
     config: OdinTrainerConfig
     pipeline: OdinPipeline  # type: ignore[assignment]
+    runner: StepRunner
 
     def __init__(self, config: OdinTrainerConfig, local_rank: int = 0, world_size: int = 1) -> None:
+        self.rank = comms.get_rank()
+        if self.rank != 0 and config.is_viewer_enabled():
+            config.vis = "tensorboard"  # the writer itself keeps to rank 0
         super().__init__(config, local_rank, world_size)
-        CONSOLE.log(f"Device: {self.device} (--machine.device-type overrides)")
+        limits = FaultLimits(stall=config.pipeline.odin.stall)
+        self.transport: Transport = GlooTransport(limits) if world_size > 1 else LocalTransport()
+        if self.rank == 0:
+            CONSOLE.log(f"Device: {self.device}, ranks: {world_size} (--machine.device-type, --machine.num-devices)")
         self.timer = StepTimer()
         self.finished_step = -1
+        self._saved_step = -1
+        self._interrupt = InterruptRequests(self._say_stopping)
         seed_everything(config.machine.seed)
 
     def setup(self, test_mode: Literal["test", "val", "inference"] = "val") -> None:
-        """Builds pipeline and optimizers; faults of the input end the program with one line."""
+        """Builds pipeline, optimizers, plan and engine; faults of the input end the program with one line."""
         try:
             super().setup(test_mode)
-            self.pipeline.timer = self.timer
-            self.pipeline.prepare_training()
-        except (InputError, CheckpointError) as error:
-            raise SystemExit(f"Error: {error}") from error
-        self.callbacks.append(
-            TrainingCallback([TrainingCallbackLocation.AFTER_TRAIN_ITERATION], self._after_iteration)
-        )
+            self.runner = StepRunner(self.pipeline, self.optimizers, self.transport, self._start_step, self.timer)
+        except BaseException as error:
+            self.transport.abort(f"could not be set up: {type(error).__name__}: {error}")
+            if isinstance(error, (InputError, CheckpointError, RankFailure)):
+                raise SystemExit(f"Error: {error}") from error
+            raise
 
     # The loop -------------------------------------------------------------------------------------------------
 
     def train(self) -> None:
         """Trains until done or until Ctrl-C, which saves what is finished and ends; a second one ends at once."""
-        with interrupt_calls(self._stop_soon):
-            super().train()
+        engine = self.runner.engine
+        if self.rank == 0:
+            self.pipeline.datamanager.train_dataparser_outputs.save_dataparser_transform(
+                self.base_dir / "dataparser_transforms.json"
+            )
+        self._init_viewer_state()
+        try:
+            with self._interrupt:
+                with TimeWriter(writer, EventName.TOTAL_TRAIN_TIME):
+                    for step in range(self._start_step, self._start_step + self.config.max_num_iterations):
+                        if self._stops_before(step):
+                            break
+                        self._train_step(step)
+                engine.drain()
+                self.save_checkpoint(self.finished_step)
+                job.report(self, engine)
+            engine.close()
+        except (RankFailure, NonFiniteGradient, CheckpointError) as error:
+            engine.abort(error)
+            CONSOLE.print(f"[bold red]Error on rank {self.rank}:[/bold red] {error}", soft_wrap=True)
+            raise SystemExit(EXIT_CODE) from error
+        except BaseException as error:
+            engine.abort(error)
+            raise
+        if self.rank == 0:
+            self._after_train()
 
-    def _stop_soon(self) -> None:
-        CONSOLE.log("Ctrl-C: saving after the current step (once more to end at once)")
-        self.stop_training = True
+    def _stops_before(self, step: int) -> bool:
+        """Holds while paused in the viewer; says whether to end instead of running this step."""
+        engine = self.runner.engine
+        if self.training_state == "paused":
+            with engine.busy(Activity.PAUSED):
+                while self.training_state == "paused" and not self._interrupt.requested:
+                    engine.idle(0.02)
+        if getattr(self, "stop_training", False):  # nerfstudio's shutdown() asks so
+            self._interrupt.requested = True
+        if self._interrupt.requested and self.world_size == 1:
+            return True
+        if self._interrupt.requested and not self._announced:
+            engine.announce(STOP)
+            self._announced = True
+        return STOP in engine.due(step)
+
+    _announced = False
+
+    def _say_stopping(self) -> None:
         self.config.viewer.quit_on_train_completion = True
+        if self.rank == 0:
+            CONSOLE.log("Stopping: saving the finished steps (Ctrl-C once more to end at once)")
 
-    def train_iteration(self, step: int) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, Any]]:  # type: ignore[override]
-        """One step: forward, backward, optimizers, schedulers."""
-        groups = list(self.optimizers.parameters)
-        every = self.gradient_accumulation_steps
-        self.optimizers.zero_grad_some([g for g in groups if step % every[g] == 0])
-        device_type = torch.device(self.device).type
-        with torch.autocast(device_type=device_type, enabled=self.mixed_precision):
-            _, losses, metrics = self.pipeline.get_train_loss_dict(step=step)
-            loss = functools.reduce(torch.add, losses.values())
-        with self.timer.phase("backward"):
-            cast(torch.Tensor, self.grad_scaler.scale(loss)).backward()
-        with self.timer.phase("optimizer"):
-            due = [g for g in groups if step % every[g] == every[g] - 1]
-            self.optimizers.optimizer_scaler_step_some(self.grad_scaler, due)
-            if self.config.log_gradients:
-                metrics |= self._gradient_norms()
-            scale = self.grad_scaler.get_scale()
-            self.grad_scaler.update()
-            if scale <= self.grad_scaler.get_scale():  # else the scaler skipped the step, and so must the schedule
-                self.optimizers.scheduler_step_all(step)
-        return loss, losses, metrics
+    def _train_step(self, step: int) -> None:
+        self.step = step
+        config = self.config
+        with self.train_lock, TimeWriter(writer, EventName.ITER_TRAIN_TIME, step=step) as duration:
+            self.pipeline.train()
+            self._call_back(step, TrainingCallbackLocation.BEFORE_TRAIN_ITERATION)
+            logs = step_check(step, config.logging.steps_per_log, run_at_zero=True)
+            loss, losses, metrics = self.runner.run(step, with_metrics=logs)
+            self.optimizers.scheduler_step_all(step)
+            self._call_back(step, TrainingCallbackLocation.AFTER_TRAIN_ITERATION)
+            self.finished_step = step
+            self.timer.steps += 1
+        if step > self._start_step + 1:  # the first steps are no measure of speed
+            pixels = self.runner.plan.views_per_step * self.pipeline.datamanager.get_train_rays_per_batch()
+            rate = pixels / max(0.001, duration.duration)
+            writer.put_time(EventName.TRAIN_RAYS_PER_SEC, rate, step=step, avg_over_steps=True)
+        self._update_viewer_state(step)
+        if logs:
+            writer.put_scalar(name="Train Loss", scalar=loss, step=step)
+            writer.put_dict(name="Train Loss Dict", scalar_dict=losses, step=step)
+            writer.put_dict(name="Train Metrics Dict", scalar_dict=metrics, step=step)
+            if torch.cuda.is_available():
+                memory = torch.cuda.max_memory_allocated() / 2**20
+                writer.put_scalar(name="GPU Memory (MB)", scalar=memory, step=step)
+        self._evaluate_if_due(step)
+        if step_check(step, config.steps_per_save):
+            self.save_checkpoint(step)
+        writer.write_out_storage()
 
-    def _gradient_norms(self) -> dict[str, torch.Tensor]:
-        norms = {
-            f"Gradients/{name}": parameter.grad.norm()
-            for name, parameter in self.pipeline.model.named_parameters()
-            if parameter.grad is not None
-        }
-        return {**norms, "Gradients/Total": torch.stack(list(norms.values())).sum()} if norms else {}
+    def _call_back(self, step: int, location: TrainingCallbackLocation) -> None:
+        for callback in self.callbacks:
+            callback.run_callback_at_location(step, location=location)
 
-    def _after_iteration(self, step: int) -> None:
-        """Runs last in a step, structural work included."""
-        self.finished_step = step
-        self.timer.steps += 1
-        if step > 0 and step % self.config.logging.steps_per_log == 0:
-            times = self.timer.take()
-            writer.put_dict(name="Step ms", scalar_dict={**times, "total": sum(times.values())}, step=step)
+    def _evaluate_if_due(self, step: int) -> None:
+        """Evaluates on rank 0, on the complete state; the other ranks go on as far as they may."""
+        config = self.config
+        wanted = config.is_tensorboard_enabled() or config.is_wandb_enabled() or config.is_comet_enabled()
+        intervals = (config.steps_per_eval_batch, config.steps_per_eval_image, config.steps_per_eval_all_images)
+        due = any(step_check(step, interval) for interval in intervals)
+        if self.rank != 0 or not wanted or not due or not self.pipeline.datamanager.eval_dataset:
+            return
+        with self.train_lock, self.runner.engine.busy():
+            self.runner.engine.drain()
+            self.eval_iteration(step)
+
+    def _after_train(self) -> None:
+        """nerfstudio's, on rank 0, when the other ranks have been let go: the viewer may stay open for long."""
+        self.step = self.finished_step
+        super()._after_train()
 
     # Checkpoints ----------------------------------------------------------------------------------------------
 
-    @check_main_thread
     def save_checkpoint(self, step: int) -> None:
-        """Saves the last finished step, aside and renamed; only then are older checkpoints removed.
-
-        A stop between two steps leaves nerfstudio's own counter one ahead, so ``step`` is not used.
-        """
+        """Saves the last finished step on rank 0, aside and renamed; only then are older checkpoints removed."""
         step = self.finished_step
+        if self.rank != 0 or step == self._saved_step:
+            return
         if step < 0:
             CONSOLE.log("Nothing to save: no step was finished")
             return
         path = self.checkpoint_dir / f"step-{step:09d}.ckpt"
-        state = {
-            "step": step,
-            "pipeline": self.pipeline.state_dict(),
-            "optimizers": {k: v.state_dict() for k, v in self.optimizers.optimizers.items()},
-            "schedulers": {k: v.state_dict() for k, v in self.optimizers.schedulers.items()},
-            "scalers": self.grad_scaler.state_dict(),
-            RESUME_KEY: {
-                "format": 1,
-                "seed": self.pipeline.seed,
-                "model": self.pipeline.splats.resume_state(),
-                "generators": generator_states(),
-            },
-        }
-        write_checkpoint(state, path, self.base_dir / "checkpoint_being_written")
+        with ExitStack() as stack:
+            stack.enter_context(self.runner.engine.busy())
+            self.runner.engine.drain()
+            state = {
+                "step": step,
+                "pipeline": self.pipeline.state_dict(),
+                "optimizers": {k: v.state_dict() for k, v in self.optimizers.optimizers.items()},
+                "schedulers": {k: v.state_dict() for k, v in self.optimizers.schedulers.items()},
+                "scalers": self.grad_scaler.state_dict(),
+                RESUME_KEY: {
+                    "format": 1,
+                    "seed": self.pipeline.seed,
+                    "views_per_step": self.runner.plan.views_per_step,
+                    "model": self.pipeline.splats.resume_state(),
+                    "generators": generator_states(),
+                },
+            }
+            write_checkpoint(state, path, self.base_dir / "checkpoint_being_written")
+        self._saved_step = step
         if self.config.save_only_latest_checkpoint:
             for other in self.checkpoint_dir.glob("*.ckpt"):
                 if other != path:
@@ -169,21 +240,18 @@ class OdinTrainer(Trainer):
 
     def _load_checkpoint(self) -> None:
         """Goes on from --load-dir (and --load-step) or --load-checkpoint, exactly where it was."""
-        if self.config.load_dir is not None:
-            path = find_checkpoint(self.config.load_dir, self.config.load_step)
-        elif self.config.load_checkpoint is not None:
-            path = self.config.load_checkpoint
-        else:
+        path = checkpoint_to_load(self.config)
+        if path is None:
             return
         state = read_checkpoint(path)
         self._start_step = state["step"] + 1
-        self.finished_step = state["step"]
+        self.finished_step = self._saved_step = state["step"]
         self.pipeline.load_pipeline(state["pipeline"], state["step"])
         self.optimizers.load_optimizers(state["optimizers"])
         if "schedulers" in state and self.config.load_scheduler:
             self.optimizers.load_schedulers(state["schedulers"])
         self.grad_scaler.load_state_dict(state["scalers"])
-        extra = state.get(RESUME_KEY)
+        extra: dict[str, Any] | None = state.get(RESUME_KEY)
         if extra is None:
             CONSOLE.log(f"{path} was not written by Odin: densification statistics start anew")
         else:
@@ -194,43 +262,16 @@ class OdinTrainer(Trainer):
                     f"{path} was trained with seed {extra['seed']}, this run has {self.pipeline.seed}: "
                     "it goes on with other views and backgrounds"
                 )
-        CONSOLE.log(f"Resuming after step {state['step']} of {path}")
+        if self.rank == 0:
+            CONSOLE.log(f"Resuming after step {state['step']} of {path}")
 
 
-def generator_states() -> dict[str, Any]:
-    """The global generators of Python, numpy and torch, as plain values and tensors."""
-    kind, keys, position, has_gauss, cached = cast(tuple, np.random.get_state())
-    return {
-        "python": list(random.getstate()),
-        "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
-        "torch": torch.get_rng_state(),
-    }
+def checkpoint_to_load(config: TrainerConfig) -> Path | None:
+    """The checkpoint that the options name, if any.
 
-
-def restore_generators(states: dict[str, Any]) -> None:
-    """Takes back what :func:`generator_states` gave."""
-    version, internal, gauss = states["python"]
-    random.setstate((version, tuple(internal), gauss))
-    kind, keys, position, has_gauss, cached = states["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(states["torch"])
-
-
-class interrupt_calls:
-    """While active, the first Ctrl-C calls a function; the next one raises KeyboardInterrupt as usual."""
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        self._function = function
-        self._previous: Any = None
-
-    def _handle(self, _signal: int, _frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, self._previous or signal.default_int_handler)
-        self._function()
-
-    def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():  # signals can be set nowhere else
-            self._previous = signal.signal(signal.SIGINT, self._handle)
-
-    def __exit__(self, *_: object) -> None:
-        if threading.current_thread() is threading.main_thread() and self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
+    Raises:
+        CheckpointError: it does not exist.
+    """
+    if config.load_dir is not None:
+        return find_checkpoint(config.load_dir, config.load_step)
+    return config.load_checkpoint

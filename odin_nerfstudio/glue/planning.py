@@ -73,5 +73,11 @@ def plan_for(
             f"mean weight {statistics['mean']:.3f}, {100 * statistics['zero_share']:.0f} % of view pairs share nothing"
         )
     return make_plan(
-        rlg, ranks=ranks, plan_ranks=views_per_step, views_per_step=views_per_step, seed=seed, order=options.order
+        rlg,
+        ranks=ranks,
+        plan_ranks=views_per_step,
+        views_per_step=views_per_step,
+        seed=seed,
+        order=options.order,
+        max_delay=options.max_delay,
     )

@@ -34,17 +34,17 @@ TRAINER_INTERVALS = (
 SCHEDULER_INTERVALS = ("max_steps", "warmup_steps", "warm_up_end")
 
 
-def divided(steps: int, views_per_step: int) -> int:
+def divided(steps: int, views_per_step: float) -> int:
     """``steps`` of one view as steps of several: rounded, at least 1 (0 stays 0)."""
     return max(1, round(steps / views_per_step)) if steps > 0 else steps
 
 
-def scale_schedule(config: Any, views_per_step: int) -> dict[str, tuple[Any, Any]]:
+def scale_schedule(config: Any, views_per_step: float) -> dict[str, tuple[Any, Any]]:
     """Adapts a trainer config, in place, to several views per step.
 
     Args:
         config: an ``OdinTrainerConfig``.
-        views_per_step: the number of lanes L.
+        views_per_step: the number of lanes L (a ratio, where the config was already adapted to some).
 
     Returns:
         Old and new value of everything that changed, by name, for the log.

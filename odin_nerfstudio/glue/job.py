@@ -1,0 +1,114 @@
+"""A job as a whole: what is settled once, before its ranks start, and what is reported once, when they are done."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from nerfstudio.utils.rich_utils import CONSOLE
+
+from odin_nerfstudio.glue.checkpoint import CheckpointError, find_checkpoint, read_checkpoint
+from odin_nerfstudio.glue.launch import Place, check_machines, divide_threads, use_own_worker
+from odin_nerfstudio.glue.scale_schedule import scale_schedule
+from odin_nerfstudio.glue.warm_up import warm_up_kernels
+
+if TYPE_CHECKING:
+    from odin_nerfstudio.glue.odin_trainer import OdinTrainer, OdinTrainerConfig
+    from odin_nerfstudio.runtime.engine import Engine
+
+
+def ranks_of(config: OdinTrainerConfig) -> int:
+    """How many ranks the job has."""
+    place = Place.of_torchrun()
+    return place.ranks if place is not None else config.machine.num_devices * config.machine.num_machines
+
+
+def is_first_process(config: OdinTrainerConfig) -> bool:
+    """Whether this process speaks and writes for the job."""
+    place = Place.of_torchrun()
+    return place.rank == 0 if place is not None else config.machine.machine_rank == 0
+
+
+def prepare(config: OdinTrainerConfig) -> None:
+    """Checks the options, settles those that depend on the job, and gets this process ready to start ranks.
+
+    Raises:
+        SystemExit: an option cannot be honoured; one line says which and what to do.
+    """
+    options, machine = config.pipeline.odin, config.machine
+    check_machines(machine)
+    _refuse_unsupported(config)
+    if machine.device_type == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("Error: --machine.device-type cuda, but torch finds no CUDA device; use cpu")
+    if options.seed is None:
+        options.seed = machine.seed
+    ranks = ranks_of(config)
+    if options.views_per_step is None:
+        options.views_per_step = _views_per_step_of_checkpoint(config) or ranks
+    if options.views_per_step < ranks:
+        raise SystemExit(
+            f"Error: {ranks} devices need at least as many views per step, but --pipeline.odin.views-per-step is "
+            f"{options.views_per_step}"
+        )
+    if options.scale_schedule and options.views_per_step != options.scaled_for:
+        changes = scale_schedule(config, options.views_per_step / options.scaled_for)
+        options.scaled_for = options.views_per_step
+        if is_first_process(config):
+            old, new = changes.get("max_num_iterations", (config.max_num_iterations,) * 2)
+            CONSOLE.log(
+                f"{options.views_per_step} views per step: {old} steps become {new}, with learning rates times "
+                f"{options.views_per_step**0.5:.2f} (--pipeline.odin.scale-schedule False keeps the schedule as it is)"
+            )
+    if ranks > 1:
+        divide_threads(local_ranks(config))
+        use_own_worker()
+    if machine.device_type == "cpu" and Place.of_torchrun() is None:
+        warm_up_kernels()
+
+
+def local_ranks(config: OdinTrainerConfig) -> int:
+    """How many of the job's ranks run on this machine."""
+    place = Place.of_torchrun()
+    return place.local_ranks if place is not None else config.machine.num_devices
+
+
+def _views_per_step_of_checkpoint(config: OdinTrainerConfig) -> int | None:
+    """A resumed run keeps its views per step: the result depends on them."""
+    try:
+        if config.load_dir is not None:
+            path = find_checkpoint(config.load_dir, config.load_step)
+        elif config.load_checkpoint is not None:
+            path = config.load_checkpoint
+        else:
+            return None
+        return read_checkpoint(path).get("odin", {}).get("views_per_step")
+    except CheckpointError as error:
+        raise SystemExit(f"Error: {error}") from error
+
+
+def _refuse_unsupported(config: OdinTrainerConfig) -> None:
+    """Options of nerfstudio that have no meaning with Odin, named with the reason before anything starts."""
+    reasons = {
+        "--mixed-precision": (config.mixed_precision, "splats are rasterized in float32"),
+        "--use-grad-scaler": (config.use_grad_scaler, "splats are rasterized in float32"),
+        "--gradient-accumulation-steps": (
+            bool(config.gradient_accumulation_steps),
+            "use --pipeline.odin.views-per-step, which accumulates over views",
+        ),
+        "--log-gradients": (config.log_gradients, "gradients exist per view and primitive, never for the whole model"),
+    }
+    for option, (used, reason) in reasons.items():
+        if used:
+            raise SystemExit(f"Error: {option} does not go with Odin: {reason}")
+    for group, settings in config.optimizers.items():
+        if settings["optimizer"].max_norm is not None:
+            raise SystemExit(
+                f"Error: max_norm of the optimizer of {group} does not go with Odin: the norm of a whole gradient is "
+                "known only when every view is in"
+            )
+
+
+def report(trainer: OdinTrainer, engine: Engine) -> None:
+    """Collects what the ranks measured."""
+    engine.collect()
+

@@ -1,8 +1,8 @@
 """A small scene, renderer and training loop for the runtime's tests.
 
-Primitives are discs on a strip; a view sees a window of it. The renderer picks its visible rows first, as a rasterizer does,
-so that its bits do not depend on what else the shadow holds. Run through `run_ranks`, which starts real processes.
-"""
+Primitives are discs on a strip; a view sees a window of it. The renderer picks its visible rows first, as a rasterizer
+does, so that its bits do not depend on what else the shadow holds. Run through `run_ranks`, which starts real
+processes.
 
 from __future__ import annotations
 
@@ -64,6 +64,8 @@ class Toy:
     save_at: tuple[int, ...] = ()
     start_from: str = ""
     reduce: str = "never"
+    announce: bool = False
+    """Every rank announces a word, each at another step."""
     fault: str = ""
     """What goes wrong, as kind:rank:step."""
     stall: float = 120.0
@@ -129,8 +131,9 @@ class Scene:
         self.camera_optimizers = {"shift": torch.optim.Adam([self.cameras["shift"]], lr=1e-3, eps=1e-15)}
         self.targets = rand(toy.views, 8, 8, 3)
         self.strategy = DefaultStrategy(
-            prune_opa=0.05, grow_grad2d=0.08, grow_scale3d=0.06, prune_scale3d=0.5, refine_start_iter=5, refine_every=toy.refine_every,
-            reset_every=toy.reset_every, refine_scale2d_stop_iter=1000, refine_stop_iter=10**6, absgrad=False, verbose=False,
+            prune_opa=0.05, grow_grad2d=0.2, grow_scale3d=0.06, prune_scale3d=0.5, refine_start_iter=5,
+            refine_every=toy.refine_every, reset_every=toy.reset_every, refine_scale2d_stop_iter=1000,
+            refine_stop_iter=10**6, absgrad=False, verbose=False,
         )  # fmt: skip
         self.state = self.strategy.initialize_state(1.0)
 
@@ -161,13 +164,13 @@ class Scene:
                 def _update_state(self, *args: Any, **kwargs: Any) -> None:
                     pass
 
-            quiet = Quiet(**{k: v for k, v in asdict(self.strategy).items()})
-            quiet.step_post_backward(self.parameters, self.optimizers, self.state, step, {}, packed=False)
+            quiet = Quiet(**asdict(self.strategy))
+            quiet.step_post_backward(self.parameters, dict(self.optimizers), self.state, step, {}, packed=False)  # type: ignore[arg-type]
 
         return act
 
     def render(
-        self, leaves: Mapping[str, Tensor], shift: Tensor, view: int, bands: int
+        self, leaves: Mapping[str, Tensor] | torch.nn.ParameterDict, shift: Tensor, view: int, bands: int
     ) -> tuple[Tensor, dict[str, Any]]:
         """Image [8, 8, 3] and gsplat-like meta. bands: active columns of features_rest, over 3."""
         means = leaves["means"]
@@ -197,7 +200,7 @@ class Scene:
         return ((image + 0.05 * torch.rand(3, generator=g) - self.targets[view]) ** 2).mean() / self.toy.lanes
 
 
-def flatness(step: int, total: int, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def flatness(step: int, total: int, values: Mapping[str, Tensor] | torch.nn.ParameterDict) -> dict[str, Tensor]:
     """Gradient of 0.1 * mean over primitives of (largest / smallest scale - 3)+."""
     scales = values["scales"].detach().clone().requires_grad_(True)
     ratio = scales.max(1).values - scales.min(1).values
@@ -229,18 +232,16 @@ class ToyReads:
 
 
 def make_engine(toy: Toy, scene: Scene, transport: Any) -> Engine:
+    start = load(scene, Path(toy.start_from)) if toy.start_from else 0
     table = RowTable(
-        "primitives", scene.parameters, scene.optimizers, ToyReads(scene), scene.schedule, scene.padding, 64, scene.columns,
-        [DenseTerm("flatness", term_due, flatness)], DensificationStatistics(scene.state),
+        "primitives", scene.parameters, scene.optimizers, ToyReads(scene), scene.schedule, scene.padding, 64,
+        scene.columns, [DenseTerm("flatness", term_due, flatness)], DensificationStatistics(scene.state),
     )  # fmt: skip
     cameras = RowTable(
         "cameras", scene.cameras, scene.camera_optimizers, ViewRow(), lambda step: {"shift": 1e-3}, defer=False
     )
     options = EngineOptions(toy.lookahead, toy.seed, stall=toy.stall, debug=toy.debug, trace=toy.trace)
     plan = ToyPlan(toy, transport.world_size)
-    start = 0
-    if toy.start_from:
-        start = load(scene, Path(toy.start_from))
     return Engine(plan, [table, cameras], transport, POLICIES[toy.mode](), options, scene.structural, start)
 
 
@@ -261,8 +262,13 @@ def train(toy: Toy, transport: Any, folder: Path | None = None) -> Engine:
     scene = Scene(toy)
     engine = make_engine(toy, scene, transport)
     engine.scene = scene  # type: ignore[attr-defined]
-    kind, rank, when = (toy.fault.split(":") + ["", "-1", "-1"])[:3]
+    kind, rank, when = [*toy.fault.split(":"), "", "-1", "-1"][:3] if toy.fault.count(":") == 2 else ("", "-1", "-1")
+    engine.heard = []  # type: ignore[attr-defined]
     for step in range(engine.current, toy.steps):
+        for word in engine.due(step):
+            engine.heard.append([step, word])  # type: ignore[attr-defined]
+        if toy.announce and step == 3 + 2 * transport.rank:
+            engine.announce(f"hello-{transport.rank}")
         if step == int(when) and transport.rank == int(rank):
             misbehave(kind)
         for task in engine.tasks(step):
@@ -358,7 +364,7 @@ def _rank_main(rank: int, world_size: int, folder: str, runs: dict[str, Toy]) ->
             dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
         for name, toy in runs.items():
             (out / name).mkdir(exist_ok=True)
-            grace = 5.0 if toy.fault else 10.0
+            grace = 60.0 if toy.fault == "setup" else 8.0  # set-up is long where many tests compile at once
             limits = FaultLimits(stall=toy.stall, heartbeat=min(1.0, toy.stall / 6), exit_grace=grace)
             transport = GlooTransport(limits) if world_size > 1 else LocalTransport()
             if toy.fault.startswith("setup") and rank == 1:
@@ -368,6 +374,9 @@ def _rank_main(rank: int, world_size: int, folder: str, runs: dict[str, Toy]) ->
             try:
                 engine = train(toy, transport, out / name)
                 totals = engine.collect()
+                heard = engine.gather(json.dumps(engine.heard).encode())  # type: ignore[attr-defined]
+                if heard is not None:
+                    (out / name / "heard.json").write_text(json.dumps([json.loads(h) for h in heard]))
                 if rank == 0:
                     torch.save(snapshot(engine.scene), out / name / "end.pt")  # type: ignore[attr-defined]
                     (out / name / "totals.json").write_text(json.dumps(totals))

@@ -2,7 +2,7 @@
 
 Public API, in the order of use::
 
-    transport = GlooTransport(FaultLimits(stall=120))      # right after init_process_group; LocalTransport() for one rank
+    transport = GlooTransport(FaultLimits(stall=120))      # after init_process_group; LocalTransport() for one rank
     table = RowTable("gaussians", model.gauss_params, {name: adam}, reads=VisibilityReads(...),
                      schedule=lambda step: {name: lr}, padding=lambda view: {name: row}, multiple=64,
                      active_columns=lambda step: {"features_rest": 3 * bands}, dense_terms=[DenseTerm(...)],

@@ -13,7 +13,7 @@ from odin_nerfstudio.runtime.faults import RankFailure
 from odin_nerfstudio.runtime.gate import BARRIER, Decision
 from odin_nerfstudio.runtime.messages import FRAME_WORDS, Contribution
 from odin_nerfstudio.runtime.telemetry import now
-from odin_nerfstudio.runtime.transport import Activity, Kind, Received, bytes_message, empty_message, message_bytes
+from odin_nerfstudio.runtime.transport import Kind, Received, bytes_message, empty_message, message_bytes
 
 if TYPE_CHECKING:
     from odin_nerfstudio.runtime.engine import Engine
@@ -73,20 +73,15 @@ class Exchange:
                 self._take(received)
                 self.poll()
                 return received.peer
-            ranks = {plan.rank(a.step, a.lane) for a in decision.awaited}
-            working = [r for r in ranks if self._transport.activity(r)[1] in (Activity.TRAINING, Activity.SETUP)]
-            if len(working) < len(ranks) or any(
-                self._transport.activity(r)[1] > Activity.TRAINING for r in self._peers
-            ):
+            reports = {r: self._transport.activity(r) for r in self._peers}
+            if not all(report.working for report in reports.values()):
                 begin = now()  # somebody is busy or paused on purpose
             limit = self._engine.options.stall
-            if now() - begin > limit and working:
-                seen = self._transport.activity(working[0])[0]
-                failure = RankFailure(
-                    working[0],
-                    f"has not contributed for {limit:g} s, though its process answers (it is at step {seen})",
-                )
-                raise failure.at(step, self._words(decision))
+            if now() - begin > limit:
+                awaited = {plan.rank(a.step, a.lane) for a in decision.awaited} or set(self._peers)
+                for rank in sorted(r for r in awaited if r in reports and reports[r].answers):
+                    reason = f"has not contributed for {limit:g} s, though its process answers (from its step"
+                    raise RankFailure(rank, f"{reason} {reports[rank].step})").at(step, self._words(decision))
 
     def _words(self, decision: Decision) -> str:
         plan = self._engine.plan
@@ -129,8 +124,8 @@ class Exchange:
             width = table.layout(step).total
             if section.total != table.count or section.first_rows.shape[1] != width:
                 raise RuntimeError(
-                    f"rank {peer} sent step {step} lane {lane} for {section.total} rows of"
-                    f" {section.first_rows.shape[1]} columns of table {table.name}; this rank has {table.count} of {width}"
+                    f"rank {peer} sent step {step} lane {lane} for {section.total} rows of {section.first_rows.shape[1]}"
+                    f" columns of table {table.name}; this rank has {table.count} of {width}"
                 )
         engine.frontier.stage(messages.to_device(message, engine.tables[0].device), arrival)
 

@@ -29,6 +29,7 @@ from odin_nerfstudio.runtime.transport import (
     Activity,
     Inbox,
     Kind,
+    PeerReport,
     Received,
     bytes_message,
     empty_message,
@@ -112,9 +113,10 @@ class GlooTransport:
         if changed:  # peers should know before they lose patience
             self.send(self._peers, Kind.HEARTBEAT, empty_message())
 
-    def activity(self, peer: int) -> tuple[int, Activity]:
+    def activity(self, peer: int) -> PeerReport:
         known = self._peers[peer]
-        return known.step, known.activity
+        answers = time.monotonic() - known.heard < 3 * self.limits.heartbeat
+        return PeerReport(known.step, known.activity, answers)
 
     def fail(self, failure: RankFailure) -> None:
         if self._closing:

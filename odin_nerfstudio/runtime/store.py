@@ -131,7 +131,7 @@ class RowTable:
     """
 
     name: str
-    parameters: MutableMapping[str, Any]
+    parameters: MutableMapping[str, Any] | torch.nn.ParameterDict
     """Live mapping name -> Parameter [N, ...]; a structural step may replace its values."""
     optimizers: Mapping[str, torch.optim.Adam]
     """One Adam with one parameter for each name that is trained. Names without one are read, never stepped."""

@@ -56,6 +56,22 @@ class Received:
     """Monotonic clock, seconds."""
 
 
+@dataclass(frozen=True)
+class PeerReport:
+    """What a rank knows of a peer."""
+
+    step: int
+    """Step that it last reported."""
+    activity: Activity
+    answers: bool
+    """It gave a sign of life lately."""
+
+    @property
+    def working(self) -> bool:
+        """Not busy with something that peers wait for without limit."""
+        return self.activity in (Activity.SETUP, Activity.TRAINING)
+
+
 class Transport(Protocol):
     """Moves messages between ranks."""
 
@@ -76,8 +92,8 @@ class Transport(Protocol):
         """Say where this rank is; travels with every message and heartbeat."""
         ...
 
-    def activity(self, peer: int) -> tuple[int, Activity]:
-        """Step and activity that a peer last reported."""
+    def activity(self, peer: int) -> PeerReport:
+        """What is known of a peer."""
         ...
 
     def fail(self, failure: RankFailure) -> None:
@@ -143,7 +159,7 @@ class LocalTransport:
     def report(self, step: int, activity: Activity) -> None:
         pass
 
-    def activity(self, peer: int) -> tuple[int, Activity]:
+    def activity(self, peer: int) -> PeerReport:
         raise ValueError(f"a run with one rank has no rank {peer}")
 
     def fail(self, failure: RankFailure) -> None:

@@ -3,6 +3,7 @@
 Primitives are discs on a strip; a view sees a window of it. The renderer picks its visible rows first, as a rasterizer
 does, so that its bits do not depend on what else the shadow holds. Run through `run_ranks`, which starts real
 processes.
+"""
 
 from __future__ import annotations
 

@@ -124,8 +124,8 @@ class Exchange:
             width = table.layout(step).total
             if section.total != table.count or section.first_rows.shape[1] != width:
                 raise RuntimeError(
-                    f"rank {peer} sent step {step} lane {lane} for {section.total} rows of {section.first_rows.shape[1]}"
-                    f" columns of table {table.name}; this rank has {table.count} of {width}"
+                    f"rank {peer} sent step {step} lane {lane} for {section.total} rows of table {table.name} in"
+                    f" {section.first_rows.shape[1]} columns; this rank has {table.count} in {width}"
                 )
         engine.frontier.stage(messages.to_device(message, engine.tables[0].device), arrival)
 

@@ -24,6 +24,7 @@ FIND_RATE = 0.85
 #: Views that a track must have, unless the capture has fewer.
 MIN_TRACK = 3
 
+
 @dataclass(frozen=True)
 class Candidates:
     """Surface points at corners of the images."""

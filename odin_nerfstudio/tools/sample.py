@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -236,10 +237,14 @@ class _Mapper:
 def main(args: list[str] | None = None) -> None:
     """Entry point of ``odin-sample``."""
     sample = tyro.cli(Sample, prog="odin-sample", description=__doc__, args=args)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    # A terminated run unwinds as an interrupted one does, so that it leaves no half capture behind.
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit("odin-sample: terminated"))
     try:
         written = generate(sample)
     except (ValueError, RuntimeError) as error:
         sys.exit(f"odin-sample: {error}")
+    finally:
+        signal.signal(signal.SIGTERM, previous)
     if written:
         print(f"Wrote {sample.views} views to {sample.output}.")
         print(f"Train with: ns-train odin-splatfacto --data {sample.output}")

@@ -2,7 +2,7 @@
 
 `_Project` turns primitives into splats, `_Blend` splats into images. Between the steps runs, beside `means2d`
 [C, N, 2], one packed tensor with a row per visible (camera, primitive): what strategies read stays dense, what they do
-not stays compact. A row of the packed tensor's gradient is the gradient of that record.
+not stays compact. A row of the packed tensor's gradient has the columns that `layout` says.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from odin_nerfstudio.rendering.cpu import scene
 from odin_nerfstudio.rendering.cpu.info import Info, defer_tile_entries
-from odin_nerfstudio.rendering.cpu.layout import S_CA, S_CC, S_OPACITY, SPLAT
+from odin_nerfstudio.rendering.cpu.layout import G_XX, G_YY, S_OPACITY, SPLAT
 from odin_nerfstudio.rendering.cpu.projection import camera_record
 from odin_nerfstudio.rendering.cpu.scene import Array, Blended, Primitives, Projected, Settings, Tiles
 
@@ -40,10 +40,11 @@ class _Call:
         self.records: list[Blended] = []
         self.starts: list[int] = [0]  # where each camera's rows of the packed tensor start
 
-    def primitives(
-        self, means: Array, quats: Array, scales: Array, opacities: Array, colors: Array, camera: int
-    ) -> Primitives:
-        """One camera's view of the inputs or of their gradients; `colors` (C or 1, N, K, channels)."""
+    def primitives(self, arrays: list[Array], camera: int) -> Primitives:
+        """One camera's view of the inputs or of their gradients: means, quats, scales, opacities, and the colours as
+        (C or 1, N, K, channels).
+        """
+        means, quats, scales, opacities, colors = arrays
         return Primitives(means, quats, scales, opacities, colors[camera if self.per_camera_colors else 0])
 
 
@@ -74,7 +75,7 @@ class _Project(torch.autograd.Function):
         depths, used_opacities = np.empty((cameras, count), np.float32), np.empty((cameras, count), np.float32)
         for k, camera in enumerate(call.cameras):
             out = Projected(radii[k], means2d[k], depths[k], conics[k], used_opacities[k])
-            scene.project(call.primitives(*inputs, k), call.settings, camera, out)
+            scene.project(call.primitives(inputs, k), call.settings, camera, out)
             call.projected.append(out)
             call.starts.append(call.starts[-1] + len(out.rows))
         splats = call.projected[0].splats if cameras == 1 else np.concatenate([p.splats for p in call.projected])
@@ -102,12 +103,13 @@ class _Project(torch.autograd.Function):
         for k, camera in enumerate(call.cameras):
             rows, part = call.projected[k].rows, slice(call.starts[k], call.starts[k + 1])
             if v_conics is not None:
-                g_splats[part, S_CA : S_CC + 1] += _array(v_conics)[k, rows]
+                conics = call.projected[k].conics[rows]
+                g_splats[part, G_XX : G_YY + 1] += scene.covariance_gradient(conics, _array(v_conics)[k, rows])
             if v_opacities is not None:
                 g_splats[part, S_OPACITY] += _array(v_opacities)[k, rows]
             g_depths = np.zeros(len(rows), np.float32) if v_depths is None else _array(v_depths)[k, rows]
             v_viewmats[k] = scene.project_backward(
-                call.primitives(*inputs, k),
+                call.primitives(inputs, k),
                 call.settings,
                 camera,
                 rows,
@@ -115,8 +117,9 @@ class _Project(torch.autograd.Function):
                 g_means2d[k],
                 g_depths,
                 g_splats[part],
-                call.primitives(*outputs, k),
-                accumulate=k > 0 and not call.per_camera_colors,
+                call.primitives(outputs, k),
+                accumulate=k > 0,
+                accumulate_colors=k > 0 and not call.per_camera_colors,
                 want_camera=ctx.needs_input_grad[6],
             )
         v_colors = outputs[4] if call.per_camera_colors else outputs[4][0]

@@ -16,14 +16,13 @@ from odin_nerfstudio.rendering.cpu import simd
 from odin_nerfstudio.rendering.cpu.layout import (
     BLOCK,
     LOG2_ALPHA_MIN,
-    LOG2_E,
     P_REACHABLE,
     P_SLOT,
     P_SPLAT,
-    S_CA,
-    S_CB,
-    S_CC,
     S_LOG2_OPACITY,
+    S_P,
+    S_Q,
+    S_R,
     S_RADIUS,
     S_X,
     S_Y,
@@ -33,7 +32,7 @@ from odin_nerfstudio.rendering.cpu.layout import (
 from odin_nerfstudio.rendering.cpu.projection import clamp, tile_range
 
 _f = np.float32
-_ZERO, _ONE, _TWO = _f(0), _f(1), _f(2)
+_ZERO, _ONE = _f(0), _f(1)
 _BLOCKS = TILE // BLOCK  # blocks along a tile's side
 _BLOCK, _PER_BLOCK, _PER_TILE = _f(BLOCK), _f(1 / BLOCK), _f(1 / TILE)
 _AHEAD = 12  # splats between asking for a record and using it
@@ -43,7 +42,6 @@ LANE_NUMBERS = np.arange(simd.LANES, dtype=np.float32)
 _FIRST, _LAST = _f(0.5), _f(BLOCK - 0.5)  # first and last pixel centre of a block
 # The outline is widened by these (pixels, and a share of its extent) so that rounding never cuts off a pixel.
 _PAD, _PAD_SHARE, _PAD_LEVEL = _f(0.01), _f(1e-4), _f(1e-3)
-_FAR_AWAY = _f(1e12)  # level of an outline beyond any image
 
 _RADIX_BITS = 11
 _RADIX = 1 << _RADIX_BITS
@@ -103,7 +101,8 @@ def emit(
 ):
     """List the pairs of the splats ``order[first:end]``, in that order, from slot ``capacity[first]`` on.
 
-    Writes each pair's tile (int32) and block mask (uint16) and, by rank, where each splat's run of slots ends; counts pairs and blocks per tile into `tile_pairs`, `tile_blocks` (T,) int64.
+    Writes each pair's tile (int32) and block mask (uint16) and, by rank, where each splat's run of slots ends; counts
+    pairs and blocks per tile into `tile_pairs`, `tile_blocks` (T,) int64.
     """
     tiles_x = (width + TILE - 1) // TILE
     tiles_y = (height + TILE - 1) // TILE
@@ -119,18 +118,14 @@ def emit(
         if capacity[rank + 1] == capacity[rank]:
             continue
         mx, my, radius = splats[v, S_X], splats[v, S_Y], splats[v, S_RADIUS]
-        a, b, c = splats[v, S_CA], splats[v, S_CB], splats[v, S_CC]
-        # The outline is a dx^2 + 2 b dx dy + c dy^2 = level.
-        level = (splats[v, S_LOG2_OPACITY] - LOG2_ALPHA_MIN) * (_TWO / LOG2_E) + _PAD_LEVEL
-        determinant = _f(np.float64(a) * np.float64(c) - np.float64(b) * np.float64(b))
-        if not (determinant > _ZERO and a > _ZERO and c > _ZERO):
-            # Rounding broke the conic: no outline, only the box.
-            a, b, c, determinant = _ONE, _ZERO, _ONE, _ONE
-            level = _FAR_AWAY
-        ratio = level / determinant
-        extent_x, extent_y = np.sqrt(c * ratio), np.sqrt(a * ratio)
-        turn = -b / c * extent_x  # dy at the rightmost point
-        inverse = _ONE / a
+        p, q, r = splats[v, S_P], splats[v, S_Q], splats[v, S_R]
+        # The outline is u^2 + w^2 = level.
+        level = splats[v, S_LOG2_OPACITY] - LOG2_ALPHA_MIN + _PAD_LEVEL
+        inverse = _ONE / p
+        norm = np.sqrt(q * q + r * r)
+        extent_y = np.sqrt(level) / r
+        extent_x = extent_y * norm * inverse
+        turn = -q / norm * extent_y  # dy at the rightmost point
         pad_x = _PAD + _PAD_SHARE * extent_x
         reach_y = extent_y + _PAD + _PAD_SHARE * extent_y
         x0, x1 = tile_range(mx, radius, tiles_x)
@@ -149,10 +144,12 @@ def emit(
             bottom = top + (_LAST - _FIRST)
             d = simd.minimum(simd.maximum(turn, top), bottom)
             d = simd.minimum(simd.maximum(d, -extent_y), extent_y)
-            right = simd.square_root(simd.maximum(a * level - determinant * d * d, _ZERO)) - b * d
+            w = d * r
+            right = simd.square_root(simd.maximum(level - w * w, _ZERO)) - d * q
             d = simd.minimum(simd.maximum(-turn, top), bottom)
             d = simd.minimum(simd.maximum(d, -extent_y), extent_y)
-            left = simd.square_root(simd.maximum(a * level - determinant * d * d, _ZERO)) + b * d
+            w = d * r
+            left = simd.square_root(simd.maximum(level - w * w, _ZERO)) + d * q
             low = simd.ceiling((mx - pad_x - _LAST - left * inverse) * _PER_BLOCK)
             high = simd.floor((mx + pad_x - _FIRST + right * inverse) * _PER_BLOCK)
             wanted = simd.both(simd.greater_equal(row, row_from), simd.greater_equal(row_to, row))

@@ -82,7 +82,7 @@ def kernel_cache() -> Iterator[None]:
 
 def _marker() -> Path:
     """Exists once all kernels are cached for this processor (Numba keeps code per processor and its features)."""
-    target = repr(cpu_target.target_context.codegen().magic_tuple())
+    target = repr(cpu_target.target_context.codegen().magic_tuple())  # type: ignore[attr-defined]
     return cache_folder()[0] / f"complete-{hashlib.sha256(target.encode()).hexdigest()[:16]}"
 
 

@@ -16,9 +16,9 @@ from odin_nerfstudio.rendering.cpu.layout import (
     C_X_LOW,
     C_Y_HIGH,
     C_Y_LOW,
-    S_CA,
-    S_CB,
-    S_CC,
+    G_XX,
+    G_XY,
+    G_YY,
     S_COLOUR,
     S_OPACITY,
 )
@@ -71,6 +71,7 @@ def backward(
     camera,
     antialiased,
     accumulate,
+    accumulate_colors,
     splats,
     v_means2d,
     v_depths,
@@ -86,7 +87,8 @@ def backward(
     """Write the gradients of rows [first_row, end_row), whose visible ones are ``rows[first:end]``.
 
     Rows that are not visible get zeros, or, with `accumulate`, keep what another camera left there; visible rows are
-    added to it. With `want_camera` the camera's gradients are summed over these rows into `camera_sums`, float64
+    added to it. `accumulate_colors` says the same of the colours. With `want_camera` the camera's gradients are summed
+    over these rows into `camera_sums`, float64
     (CAMERA_SUMS,). `v_depths` (V,) is the gradient of the depths beside that of the depth channel.
     """
     fx, fy, eps2d = camera[C_FX], camera[C_FY], camera[C_EPS2D]
@@ -97,12 +99,12 @@ def backward(
     v = first
     for i in range(first_row, end_row):
         visible = v < end and rows[v] == i
-        if not visible and accumulate:
+        if not visible and accumulate and accumulate_colors:
             continue
         active = False
         if visible:
             active = v_means2d[i, 0] != _ZERO or v_means2d[i, 1] != _ZERO or v_depths[v] != _ZERO
-            for k in range(S_CA, S_COLOUR + 4):
+            for k in range(G_XX, S_COLOUR + 4):
                 active = active or v_splats[v, k] != _ZERO
             v += 1
         if not active:
@@ -113,6 +115,7 @@ def backward(
                 for k in range(4):
                     v_quats[i, k] = _ZERO
                 v_opacities[i] = _ZERO
+            if not accumulate_colors:
                 for k in range(color_rows):
                     for c in range(color_channels):
                         v_colors[i, k, c] = _ZERO
@@ -138,12 +141,7 @@ def backward(
         cy = clamp(slope_y, camera[C_Y_LOW], camera[C_Y_HIGH])
         jxz, jyz = -jx * cx, -jy * cy
 
-        # Conic to covariance: G = -P V P, with V the symmetric gradient of the conic P.
-        p, q, r = splats[s, S_CA], splats[s, S_CB], splats[s, S_CC]
-        va, vb, vc = v_splats[s, S_CA], _HALF * v_splats[s, S_CB], v_splats[s, S_CC]
-        t00, t01 = p * va + q * vb, p * vb + q * vc
-        t10, t11 = q * va + r * vb, q * vb + r * vc
-        ga, gb, gc = -(t00 * p + t01 * q), -(t00 * q + t01 * r), -(t10 * q + t11 * r)
+        ga, gb, gc = v_splats[s, G_XX], v_splats[s, G_XY], v_splats[s, G_YY]
         v_opacity = v_splats[s, S_OPACITY]
         if antialiased:
             # Compensation = sqrt(det / blurred det); both determinants from squared minors, as in the projection.
@@ -156,16 +154,17 @@ def backward(
             n2 = camera_axis(camera, 2, r02, r12, r22, s2)
             u2 = jx * camera_axis(camera, 0, r02, r12, r22, s2) + jxz * n2
             w2 = jy * camera_axis(camera, 1, r02, r12, r22, s2) + jyz * n2
-            trace = u0 * u0 + u1 * u1 + u2 * u2 + w0 * w0 + w1 * w1 + w2 * w2
+            a, b, c = u0 * u0 + u1 * u1 + u2 * u2, u0 * w0 + u1 * w1 + u2 * w2, w0 * w0 + w1 * w1 + w2 * w2
             m01, m02, m12 = u0 * w1 - u1 * w0, u0 * w2 - u2 * w0, u1 * w2 - u2 * w1
             det_sharp = m01 * m01 + m02 * m02 + m12 * m12
-            inverse = _ONE / (det_sharp + eps2d * trace + eps2d * eps2d)
+            grown = eps2d * (a + c) + eps2d * eps2d
+            inverse = _ONE / (det_sharp + grown)
             compensation = np.sqrt(det_sharp * inverse)
-            share = (eps2d * trace + eps2d * eps2d) * inverse  # 1 - compensation^2
-            g = v_opacity * opacities[i] * _HALF / (compensation + _COMPENSATION_EPS)
-            ga += g * (share * p - eps2d * inverse)
-            gb += g * share * q
-            gc += g * (share * r - eps2d * inverse)
+            share = grown * inverse  # 1 - compensation^2
+            g = v_opacity * opacities[i] * _HALF / (compensation + _COMPENSATION_EPS) * inverse
+            ga += g * (share * (c + eps2d) - eps2d)
+            gb -= g * share * b
+            gc += g * (share * (a + eps2d) - eps2d)
             v_opacity *= compensation
 
         # Covariance to J, rotation and scales, one half axis at a time.
@@ -228,7 +227,7 @@ def backward(
             for k in range(coefficients):
                 b = basis[k]
                 v_basis[k] = v_red * colors[i, k, 0] + v_green * colors[i, k, 1] + v_blue * colors[i, k, 2]
-                if accumulate:
+                if accumulate_colors:
                     v_colors[i, k, 0] += b * v_red
                     v_colors[i, k, 1] += b * v_green
                     v_colors[i, k, 2] += b * v_blue
@@ -236,7 +235,7 @@ def backward(
                     v_colors[i, k, 0] = b * v_red
                     v_colors[i, k, 1] = b * v_green
                     v_colors[i, k, 2] = b * v_blue
-            if not accumulate:
+            if not accumulate_colors:
                 for k in range(coefficients, color_rows):
                     for c in range(color_channels):
                         v_colors[i, k, c] = _ZERO
@@ -247,7 +246,7 @@ def backward(
         else:
             for c in range(color_channels):
                 g = v_splats[s, S_COLOUR + c] if c < channels else _ZERO
-                if accumulate:
+                if accumulate_colors:
                     v_colors[i, 0, c] += g
                 else:
                     v_colors[i, 0, c] = g

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, ValuesView
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -42,12 +42,12 @@ class Info(dict[str, Any]):
             return default
         return self[key]
 
-    def items(self) -> ItemsView[str, Any]:
+    def items(self) -> Any:
         for key in list(self._pending):
             self._resolve(key)
         return super().items()
 
-    def values(self) -> ValuesView[Any]:
+    def values(self) -> Any:
         for key in list(self._pending):
             self._resolve(key)
         return super().values()

@@ -20,14 +20,18 @@ LOG2_E = np.float32(1.4426950408889634)
 
 # Splat record, one row per visible primitive: 16 float32, one cache line.
 S_X, S_Y = 0, 1  # mean in pixels
-S_CA, S_CB, S_CC = 2, 3, 4  # conic: inverse 2D covariance, entries xx, xy, yy
+# Whitening: u = P dx + Q dy, w = R dy, so that u^2 + w^2 is the exponent of the splat's falloff in base 2. Its terms
+# are squares, so nothing cancels, however thin the splat. (P, Q; 0, R) is the scaled Cholesky factor of the conic.
+S_P, S_Q, S_R = 2, 3, 4
 S_OPACITY = 5
 S_COLOUR = 6  # four channels, unused ones zero
 S_LOG2_OPACITY = 10
 S_RADIUS = 11
 SPLAT = 16
 
-# Gradient row: the columns of the record that it is the gradient of, then the sums of absolute gradients of the mean.
+# Gradient row, 16 float32, with the record's columns; but in place of the whitening it holds the gradient of the 2D
+# covariance (entries xx, xy, yy of the symmetric matrix), and behind the colours the absolute sums of the mean's.
+G_XX, G_XY, G_YY = 2, 3, 4
 G_ABS_X, G_ABS_Y = 10, 11
 
 # Pair record, int32: one (splat, tile).

@@ -19,18 +19,21 @@ from odin_nerfstudio.rendering.cpu.layout import (
     BLOCK,
     G_ABS_X,
     G_ABS_Y,
+    G_XX,
+    G_XY,
+    G_YY,
     LOG2_ALPHA_MIN,
     LOG2_E,
     P_REACHABLE,
     P_SLOT,
     P_SPLAT,
     P_TAKEN,
-    S_CA,
-    S_CB,
-    S_CC,
     S_COLOUR,
     S_LOG2_OPACITY,
     S_OPACITY,
+    S_P,
+    S_Q,
+    S_R,
     S_X,
     S_Y,
     SPLAT,
@@ -42,18 +45,11 @@ from odin_nerfstudio.rendering.cpu.layout import (
 _f = np.float32
 _ZERO, _HALF, _ONE = _f(0), _f(0.5), _f(1)
 _BLOCKS = TILE // BLOCK
-_SCALE = _f(-0.5) * LOG2_E  # exponents are in base 2
-_SLACK = _f(1e-3)  # rounding may lift an exponent above log2(opacity); more than this is a broken conic, skipped
+_MEAN = _f(-2) / LOG2_E
+_COVARIANCE = _f(2) / (LOG2_E * LOG2_E)
 _AHEAD = 4  # pairs between asking for a record and using it
 _LANE = np.arange(simd.LANES)
 OFFSETS = np.concatenate([_LANE % BLOCK, _LANE // BLOCK]).astype(np.float32) + _HALF  # lane centres, x then y
-
-# What turns the sums of a slot into the columns of a gradient row: the exponent is minus half the quadratic form.
-GRADIENT_FACTORS = np.zeros(SPLAT, np.float32)
-GRADIENT_FACTORS[: S_COLOUR + 4] = 1.0
-GRADIENT_FACTORS[[S_X, S_Y, S_CB]] = -1.0
-GRADIENT_FACTORS[[S_CA, S_CC]] = -0.5
-GRADIENT_FACTORS[[G_ABS_X, G_ABS_Y]] = 1.0
 
 # Scratch of one tile: planes of 256 floats in block order.
 _T, _C0, _C1, _C2, _C3 = 0, TILE_PIXELS, 2 * TILE_PIXELS, 3 * TILE_PIXELS, 4 * TILE_PIXELS
@@ -133,9 +129,8 @@ def _make_forward(four: bool) -> Any:
                 done = 0
                 if todo != 0:
                     mx, my = splats[v, S_X] - _f(ox), splats[v, S_Y] - _f(oy)
-                    qa, qb, qc = splats[v, S_CA] * _SCALE, splats[v, S_CB] * -LOG2_E, splats[v, S_CC] * _SCALE
+                    wp, wq, wr = splats[v, S_P], splats[v, S_Q], splats[v, S_R]
                     peak = splats[v, S_LOG2_OPACITY]
-                    ceiling = peak + _SLACK
                     c0, c1, c2 = splats[v, S_COLOUR], splats[v, S_COLOUR + 1], splats[v, S_COLOUR + 2]
                     c3 = splats[v, S_COLOUR + 3]
                     while todo != 0:
@@ -144,8 +139,9 @@ def _make_forward(four: bool) -> Any:
                         at = block * 16
                         dx = (mx - _column(block)) - lane_x
                         dy = (my - _row(block)) - lane_y
-                        e = simd.fma(simd.fma(qa, dx, qb * dy), dx, simd.fma(qc * dy, dy, peak))
-                        reached = simd.both(simd.greater_equal(e, LOG2_ALPHA_MIN), simd.greater_equal(ceiling, e))
+                        u, w = simd.fma(wp, dx, wq * dy), wr * dy
+                        e = simd.fma(simd.negate(u), u, simd.fma(simd.negate(w), w, peak))
+                        reached = simd.greater_equal(e, LOG2_ALPHA_MIN)
                         alpha = simd.minimum(simd.exp2(e), ALPHA_MAX)
                         t = simd.load(scratch, _T + at)
                         left = simd.fma(simd.negate(alpha), t, t)
@@ -154,12 +150,12 @@ def _make_forward(four: bool) -> Any:
                         simd.store(scratch, _T + at, t_next)
                         bits = simd.to_bits(take)
                         if bits != 0:
-                            w = simd.select(take, alpha * t, _ZERO)
-                            simd.store(scratch, _C0 + at, simd.fma(w, c0, simd.load(scratch, _C0 + at)))
-                            simd.store(scratch, _C1 + at, simd.fma(w, c1, simd.load(scratch, _C1 + at)))
-                            simd.store(scratch, _C2 + at, simd.fma(w, c2, simd.load(scratch, _C2 + at)))
+                            weight = simd.select(take, alpha * t, _ZERO)
+                            simd.store(scratch, _C0 + at, simd.fma(weight, c0, simd.load(scratch, _C0 + at)))
+                            simd.store(scratch, _C1 + at, simd.fma(weight, c1, simd.load(scratch, _C1 + at)))
+                            simd.store(scratch, _C2 + at, simd.fma(weight, c2, simd.load(scratch, _C2 + at)))
                             if four:
-                                simd.store(scratch, _C3 + at, simd.fma(w, c3, simd.load(scratch, _C3 + at)))
+                                simd.store(scratch, _C3 + at, simd.fma(weight, c3, simd.load(scratch, _C3 + at)))
                             lanes[record] = bits
                             record += 1
                             done |= 1 << block
@@ -234,17 +230,18 @@ def _make_backward(four: bool) -> Any:
                 scratch[_BEHIND + k] = behind
             while p >= tile_start[tile]:
                 todo = np.int64(pairs[p, P_TAKEN])
-                simd.prefetch(splats, np.int64(pairs[max(p - _AHEAD, tile_start[tile]), P_SPLAT]) * SPLAT)
+                ahead = max(p - _AHEAD, tile_start[tile])
+                simd.prefetch(splats, np.int64(pairs[ahead, P_SPLAT]) * SPLAT)
+                simd.prefetch(slots, np.int64(pairs[ahead, P_SLOT]) * SPLAT)
                 if todo != 0:
                     v = pairs[p, P_SPLAT]
                     mx, my = splats[v, S_X] - _f(ox), splats[v, S_Y] - _f(oy)
-                    ca, cb, cc = splats[v, S_CA], splats[v, S_CB], splats[v, S_CC]
-                    qa, qb, qc = ca * _SCALE, cb * -LOG2_E, cc * _SCALE
+                    wp, wq, wr = splats[v, S_P], splats[v, S_Q], splats[v, S_R]
                     peak = splats[v, S_LOG2_OPACITY]
                     c0, c1, c2 = splats[v, S_COLOUR], splats[v, S_COLOUR + 1], splats[v, S_COLOUR + 2]
                     c3 = splats[v, S_COLOUR + 3]
-                    sum_x, sum_y, sum_ax, sum_ay = simd.zeros(), simd.zeros(), simd.zeros(), simd.zeros()
-                    sum_xx, sum_xy, sum_yy, sum_o = simd.zeros(), simd.zeros(), simd.zeros(), simd.zeros()
+                    sum_u, sum_y, sum_au, sum_ay = simd.zeros(), simd.zeros(), simd.zeros(), simd.zeros()
+                    sum_uu, sum_uw, sum_ww, sum_o = simd.zeros(), simd.zeros(), simd.zeros(), simd.zeros()
                     sum_0, sum_1, sum_2, sum_3 = simd.zeros(), simd.zeros(), simd.zeros(), simd.zeros()
                     while todo != 0:
                         block = simd.highest_bit(todo)
@@ -254,13 +251,14 @@ def _make_backward(four: bool) -> Any:
                         at = block * 16
                         dx = (mx - _column(block)) - lane_x
                         dy = (my - _row(block)) - lane_y
-                        e = simd.fma(simd.fma(qa, dx, qb * dy), dx, simd.fma(qc * dy, dy, peak))
+                        u, w = simd.fma(wp, dx, wq * dy), wr * dy
+                        e = simd.fma(simd.negate(u), u, simd.fma(simd.negate(w), w, peak))
                         raw = simd.exp2(e)
                         alpha = simd.select(take, simd.minimum(raw, ALPHA_MAX), _ZERO)
                         grow = simd.reciprocal(_ONE - alpha)
                         t = simd.load(scratch, _T + at) * grow
                         simd.store(scratch, _T + at, t)
-                        w = alpha * t
+                        weight = alpha * t
                         g0, g1, g2 = (
                             simd.load(scratch, _C0 + at),
                             simd.load(scratch, _C1 + at),
@@ -270,26 +268,26 @@ def _make_backward(four: bool) -> Any:
                         if four:
                             g3 = simd.load(scratch, _C3 + at)
                             colour = simd.fma(g3, c3, colour)
-                            sum_3 = simd.fma(w, g3, sum_3)
+                            sum_3 = simd.fma(weight, g3, sum_3)
                         behind = simd.load(scratch, _BEHIND + at)
                         # d loss / d alpha, then times alpha: the gradient of the (negative) exponent.
                         v_alpha = simd.fma(t, colour, simd.negate(grow * behind))
-                        simd.store(scratch, _BEHIND + at, simd.fma(w, colour, behind))
+                        simd.store(scratch, _BEHIND + at, simd.fma(weight, colour, behind))
                         free = simd.both(take, simd.greater_equal(ALPHA_MAX, raw))
                         v_exponent = simd.select(free, raw * v_alpha, _ZERO)
-                        vx, vy = v_exponent * dx, v_exponent * dy
-                        gx, gy = simd.fma(vx, ca, vy * cb), simd.fma(vx, cb, vy * cc)
-                        sum_x, sum_y = sum_x + gx, sum_y + gy
-                        sum_ax, sum_ay = sum_ax + simd.absolute(gx), sum_ay + simd.absolute(gy)
-                        sum_xx, sum_xy = simd.fma(vx, dx, sum_xx), simd.fma(vx, dy, sum_xy)
-                        sum_yy = simd.fma(vy, dy, sum_yy)
-                        sum_o = sum_o + v_exponent
-                        sum_0, sum_1, sum_2 = simd.fma(w, g0, sum_0), simd.fma(w, g1, sum_1), simd.fma(w, g2, sum_2)
+                        vu, vw = v_exponent * u, v_exponent * w
+                        gy = simd.fma(vu, wq, vw * wr)
+                        sum_u, sum_au = sum_u + vu, sum_au + simd.absolute(vu)
+                        sum_y, sum_ay = sum_y + gy, sum_ay + simd.absolute(gy)
+                        sum_uu, sum_uw = simd.fma(vu, u, sum_uu), simd.fma(vu, w, sum_uw)
+                        sum_ww, sum_o = simd.fma(vw, w, sum_ww), sum_o + v_exponent
+                        sum_0, sum_1 = simd.fma(weight, g0, sum_0), simd.fma(weight, g1, sum_1)
+                        sum_2 = simd.fma(weight, g2, sum_2)
                     slot = pairs[p, P_SLOT]
                     used[slot] = 1
-                    # The order of the record's columns; factors follow in `gather`.
+                    # In the order of a gradient row, which `gather` turns them into.
                     sums = simd.column_sums(
-                        (sum_x, sum_y, sum_xx, sum_xy, sum_yy, sum_o, sum_0, sum_1, sum_2, sum_3, sum_ax, sum_ay)
+                        (sum_u, sum_y, sum_uu, sum_uw, sum_ww, sum_o, sum_0, sum_1, sum_2, sum_3, sum_au, sum_ay)
                     )
                     simd.store(slots, slot * SPLAT, sums)
                 p -= 1
@@ -302,20 +300,30 @@ backward_3, backward_4 = _make_backward(False), _make_backward(True)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def gather(first, end, rows, splats, runs, slots, used, factors, sums, means2d, means2d_abs):
-    """Sum each splat's run of slots, of the splats [first, end), in order, and finish the gradients by `factors`, float32 (16,).
+def gather(first, end, rows, splats, runs, slots, used, sums, means2d, means2d_abs):
+    """Sum the run of slots of each of the splats [first, end), in order, and turn the sums into gradient rows.
 
     Writes them to `sums` (V, 16), and those of the 2D mean also to the rows of the primitives in `means2d` and
     `means2d_abs` (N, 2).
     """
-    scale = simd.load(factors, 0)
     for v in range(first, end):
         total = simd.zeros()
         for slot in range(runs[v, 0], runs[v, 1]):
             if used[slot] != 0:
                 total = total + simd.load(slots, slot * SPLAT)
-        simd.store(sums, v * SPLAT, total * scale)
+        simd.store(sums, v * SPLAT, total)
         if runs[v, 0] < runs[v, 1]:
+            # The exponent is -(u^2 + w^2) in base 2: by the mean, -2 (u, w) M; by the covariance, 2 M^T (u, w)^2 M,
+            # with M = (P, Q; 0, R) the whitening.
+            p, q, r = splats[v, S_P], splats[v, S_Q], splats[v, S_R]
+            uu, uw, ww = sums[v, G_XX], sums[v, G_XY], sums[v, G_YY]
+            sums[v, S_X] *= _MEAN * p
+            sums[v, S_Y] *= _MEAN
+            sums[v, G_ABS_X] *= -_MEAN * p
+            sums[v, G_ABS_Y] *= -_MEAN
+            sums[v, G_XX] = _COVARIANCE * p * p * uu
+            sums[v, G_XY] = _COVARIANCE * p * (q * uu + r * uw)
+            sums[v, G_YY] = _COVARIANCE * (q * (q * uu + r * uw) + r * (q * uw + r * ww))
             sums[v, S_OPACITY] /= splats[v, S_OPACITY]
         i = rows[v]
         means2d[i, 0] = sums[v, S_X]

@@ -35,12 +35,12 @@ from odin_nerfstudio.rendering.cpu.layout import (
     C_Y_LOW,
     CAMERA,
     LOG2_ALPHA_MIN,
-    S_CA,
-    S_CB,
-    S_CC,
     S_COLOUR,
     S_LOG2_OPACITY,
     S_OPACITY,
+    S_P,
+    S_Q,
+    S_R,
     S_RADIUS,
     S_X,
     S_Y,
@@ -49,6 +49,7 @@ from odin_nerfstudio.rendering.cpu.layout import (
 
 _f = np.float32
 _ZERO, _HALF, _ONE, _TWO, _THREE = _f(0), _f(0.5), _f(1), _f(2), _f(3)
+_WHITEN = _f(np.sqrt(0.5 * 1.4426950408889634))  # from half a square in base e to a square in base 2
 _RADIUS_MAX = _f(2**30)  # keeps the conversion to int32 defined
 _TILE = _f(TILE)
 
@@ -128,10 +129,24 @@ def clamp(value, low, high):
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def project(
-    first, end, means, quats, scales, opacities, camera, antialiased, radii, means2d, depths, conics, compensated
+    first,
+    end,
+    means,
+    quats,
+    scales,
+    opacities,
+    camera,
+    antialiased,
+    radii,
+    means2d,
+    depths,
+    conics,
+    spread_y,
+    compensated,
 ):
     """Project rows [first, end). Writes radii (N,) int32, means2d (N, 2), depths (N,), conics (N, 3) and the opacities
-    that the pixels will use (N,); all zero (opacities: kept unless antialiased) where culled. Returns the visible count.
+    that the pixels will use (N,); zero where culled (opacities only if antialiased). `spread_y` (N,) gets the variance
+    along y where visible. Returns the visible count.
     """
     fx, fy, cx, cy = camera[C_FX], camera[C_FY], camera[C_CX], camera[C_CY]
     width, height = camera[C_WIDTH], camera[C_HEIGHT]
@@ -199,6 +214,7 @@ def project(
         conics[i, 0] = (c + eps2d) * inverse
         conics[i, 1] = -b * inverse
         conics[i, 2] = (a + eps2d) * inverse
+        spread_y[i] = c + eps2d
         if antialiased:
             compensated[i] = opacities[i] * np.sqrt(det_sharp * inverse)
     return visible
@@ -240,6 +256,7 @@ def shade(
     means2d,
     depths,
     conics,
+    spread_y,
     opacities,
     splats,
     tile_bound,
@@ -257,9 +274,10 @@ def shade(
         i = rows[v]
         splats[v, S_X] = means2d[i, 0]
         splats[v, S_Y] = means2d[i, 1]
-        splats[v, S_CA] = conics[i, 0]
-        splats[v, S_CB] = conics[i, 1]
-        splats[v, S_CC] = conics[i, 2]
+        root = np.sqrt(conics[i, 0])
+        splats[v, S_P] = root * _WHITEN
+        splats[v, S_Q] = conics[i, 1] / root * _WHITEN
+        splats[v, S_R] = _WHITEN / np.sqrt(spread_y[i])
         opacity = opacities[i]
         radius = _f(radii[i])
         splats[v, S_OPACITY] = opacity

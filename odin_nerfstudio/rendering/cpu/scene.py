@@ -100,6 +100,7 @@ def _even_spans(weights: Array, parts: int) -> list[tuple[int, int]]:
 def project(primitives: Primitives, settings: Settings, camera: Array, out: Projected) -> None:
     """Fill `out`, whose per-row arrays are allocated (contents arbitrary), for one camera record."""
     p = primitives
+    spread_y = np.empty(len(p.means), np.float32)
     spans = _spans(len(p.means), _ROWS_PER_CHUNK)
     run(
         lambda k: projection.project(
@@ -114,6 +115,7 @@ def project(primitives: Primitives, settings: Settings, camera: Array, out: Proj
             out.means2d,
             out.depths,
             out.conics,
+            spread_y,
             out.opacities,
         ),
         len(spans),
@@ -137,6 +139,7 @@ def project(primitives: Primitives, settings: Settings, camera: Array, out: Proj
             out.means2d,
             out.depths,
             out.conics,
+            spread_y,
             out.opacities,
             out.splats,
             out.tile_bound,
@@ -292,7 +295,6 @@ def blend_backward(
             tiles.runs,
             slots,
             used,
-            pixels.GRADIENT_FACTORS,
             v_splats,
             v_means2d,
             v_means2d_abs,
@@ -312,10 +314,12 @@ def project_backward(
     v_splats: Array,
     v_primitives: Primitives,
     accumulate: bool,
+    accumulate_colors: bool,
     want_camera: bool,
 ) -> Array:
-    """Gradients of `project` into `v_primitives` (added to it where `accumulate`); returns that of the 4 x 4 view
-    matrix, float32, whose last row is zero (zero altogether without `want_camera`).
+    """Gradients of `project` into `v_primitives`: added to it where `accumulate`, for colours `accumulate_colors`.
+
+    Returns that of the 4 x 4 view matrix, float32, whose last row is zero (all of it without `want_camera`).
     """
     count, visible = len(primitives.means), len(rows)
     chunks = _spans(visible, _VISIBLE_PER_CHUNK) or [(0, 0)]
@@ -339,6 +343,7 @@ def project_backward(
             camera,
             settings.antialiased,
             accumulate,
+            accumulate_colors,
             splats,
             v_means2d,
             v_depths,
@@ -378,3 +383,11 @@ def background_gradient(record: Blended, settings: Settings, v_image: Array) -> 
     result = np.zeros(4)
     pixels.weighted_sums(np.ascontiguousarray(weights), v_image, result)
     return result
+
+
+def covariance_gradient(conics: Array, v_conics: Array) -> Array:
+    """Gradients of conics (V, 3) as gradients of 2D covariances (V, 3), entries xx, xy, yy: minus P V P."""
+    a, b, c = conics.T
+    va, vb, vc = v_conics[:, 0], 0.5 * v_conics[:, 1], v_conics[:, 2]
+    t00, t01, t10, t11 = a * va + b * vb, a * vb + b * vc, b * va + c * vb, b * vb + c * vc
+    return -np.stack([t00 * a + t01 * b, t00 * b + t01 * c, t10 * b + t11 * c], axis=-1)

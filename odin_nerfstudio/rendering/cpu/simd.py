@@ -18,9 +18,12 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core.errors import TypingError
-from numba.extending import intrinsic, models, overload, register_model
+from numba.extending import intrinsic as _numba_intrinsic
+from numba.extending import models, overload, register_model
 
 LANES = 16
+
+intrinsic: Any = _numba_intrinsic  # called without the first argument, which type checkers cannot know
 
 _F32 = ir.FloatType()
 _I1 = ir.IntType(1)
@@ -70,13 +73,13 @@ def _constant(value: float) -> ir.Constant:
     return ir.Constant(_V_F32, [value] * LANES)
 
 
-def _splat(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+def _splat(builder: Any, value: Any) -> Any:
     undefined = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
     first = builder.insert_element(undefined, value, ir.Constant(_I32, 0))
     return builder.shuffle_vector(first, undefined, ir.Constant(_V_I32, [0] * LANES))
 
 
-def _operands(builder: ir.IRBuilder, signature: Any, args: Any) -> list[ir.Value]:
+def _operands(builder: Any, signature: Any, args: Any) -> list[Any]:
     """Arguments with float32 scalars spread over the lanes."""
     return [a if t == Vec else _splat(builder, a) for t, a in zip(signature.args, args)]
 
@@ -85,14 +88,14 @@ def _is_operand(t: Any) -> bool:
     return t in (Vec, types.float32)
 
 
-def _call(builder: ir.IRBuilder, name: str, result: ir.Type, args: list[ir.Value]) -> ir.Value:
+def _call(builder: Any, name: str, result: ir.Type, args: list[Any]) -> Any:
     function = builder.module.globals.get(name)
     if function is None:
         function = ir.Function(builder.module, ir.FunctionType(result, [a.type for a in args]), name)
     return builder.call(function, args)
 
 
-def _lanewise(count: int, result: types.Type, build: Callable[..., ir.Value]) -> Any:
+def _lanewise(count: int, result: types.Type, build: Callable[..., Any]) -> Any:
     """Intrinsic of `count` vector or float32 arguments whose code is `build(builder, *vectors)`."""
 
     def typer(*arg_types: Any) -> Any:
@@ -100,7 +103,7 @@ def _lanewise(count: int, result: types.Type, build: Callable[..., ir.Value]) ->
             raise TypingError(f"expected {count} Vec or float32 arguments, got {arg_types}")
         signature = result(*arg_types)
 
-        def codegen(_context: Any, builder: Any, signature: Any, args: Any) -> ir.Value:
+        def codegen(_context: Any, builder: Any, signature: Any, args: Any) -> Any:
             return build(builder, *_operands(builder, signature, args))
 
         return signature, codegen
@@ -130,19 +133,19 @@ _overload_operator(operator.sub, _sub)
 _overload_operator(operator.mul, _mul)
 
 
-def _build_min(builder: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
+def _build_min(builder: Any, x: Any, y: Any) -> Any:
     return builder.select(builder.fcmp_ordered("<", x, y), x, y)
 
 
-def _build_reciprocal(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+def _build_reciprocal(builder: Any, x: Any) -> Any:
     return builder.fdiv(_constant(1.0), x)
 
 
-def _build_fma(builder: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
+def _build_fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
     return _call(builder, f"llvm.fma.v{LANES}f32", _V_F32, [x, y, z])
 
 
-def _build_exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+def _build_exp2(builder: Any, x: Any) -> Any:
     shifted = builder.fadd(x, _constant(_ROUND_MAGIC))
     fraction = builder.fsub(x, builder.fsub(shifted, _constant(_ROUND_MAGIC)))
     p = _constant(_EXP2[0])
@@ -152,7 +155,7 @@ def _build_exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     return builder.bitcast(builder.add(builder.bitcast(p, _V_I32), exponent), _V_F32)
 
 
-def _build_abs(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+def _build_abs(builder: Any, x: Any) -> Any:
     return _call(builder, f"llvm.fabs.v{LANES}f32", _V_F32, [x])
 
 
@@ -188,7 +191,7 @@ def both(_context: Any, x: Any, y: Any) -> Any:
 def select(_context: Any, mask: Any, x: Any, y: Any) -> Any:
     """`x` where `mask` is set, `y` elsewhere."""
 
-    def codegen(_c: Any, builder: Any, signature: Any, args: Any) -> ir.Value:
+    def codegen(_c: Any, builder: Any, signature: Any, args: Any) -> Any:
         spread = [a if t == Vec else _splat(builder, a) for t, a in zip(signature.args[1:], args[1:])]
         return builder.select(args[0], *spread)
 
@@ -209,11 +212,11 @@ def from_bits(_context: Any, bits: Any) -> Any:
     return Mask(types.uint16), lambda _c, builder, _s, args: builder.bitcast(args[0], _V_I1)
 
 
-def _pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> ir.Value:
+def _pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
     return builder.bitcast(_element(context, builder, array_type, array, index), ir.PointerType(_V_F32))
 
 
-def _element(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> ir.Value:
+def _element(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
     return builder.gep(context.make_array(array_type)(context, builder, array).data, [index])
 
 
@@ -221,7 +224,7 @@ def _element(context: Any, builder: Any, array_type: Any, array: Any, index: Any
 def load(_context: Any, array: Any, index: Any) -> Any:
     """Lanes from elements ``[index, index + 16)`` of a contiguous float32 array (bounds are not checked)."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> ir.Value:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load(_pointer(context, builder, signature.args[0], args[0], args[1]), align=4)
 
     return Vec(array, types.intp), codegen
@@ -231,7 +234,7 @@ def load(_context: Any, array: Any, index: Any) -> Any:
 def store(_context: Any, array: Any, index: Any, value: Any) -> Any:
     """Write the lanes to elements ``[index, index + 16)`` of a contiguous float32 array (bounds are not checked)."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> ir.Value:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.store(args[2], _pointer(context, builder, signature.args[0], args[0], args[1]), align=4)
         return context.get_dummy_value()
 
@@ -247,7 +250,7 @@ def column_sums(_context: Any, vectors: Any) -> Any:
     if not isinstance(vectors, types.UniTuple) or vectors.dtype != Vec or len(vectors) > LANES:
         raise TypingError(f"expected a tuple of at most {LANES} Vec, got {vectors}")
 
-    def codegen(_c: Any, builder: Any, _s: Any, args: Any) -> ir.Value:
+    def codegen(_c: Any, builder: Any, _s: Any, args: Any) -> Any:
         rows = [builder.extract_value(args[0], k) for k in range(len(vectors))]
         rows += [_constant(0.0)] * (LANES - len(rows))
         owners = [[k] * LANES for k in range(LANES)]  # whose sum each lane holds a part of
@@ -275,7 +278,7 @@ def store_spans(_context: Any, array: Any, index: Any, low: Any, high: Any, mask
     bits `low` to `high` are set (whole numbers of 0 to 30 as floats; none where high < low), and 0 for the others.
     """
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> ir.Value:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         array, index, low, high, mask = args
         wanted = builder.and_(mask, builder.fcmp_ordered(">=", high, low))
         zero = _constant(0.0)
@@ -295,7 +298,7 @@ def store_spans(_context: Any, array: Any, index: Any, low: Any, high: Any, mask
 def prefetch(_context: Any, array: Any, index: Any) -> Any:
     """Ask for the cache line of element `index` of a contiguous array; never faults."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> ir.Value:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.bitcast(
             _element(context, builder, signature.args[0], args[0], args[1]), ir.PointerType(ir.IntType(8))
         )
@@ -316,7 +319,7 @@ def lowest_bit(_context: Any, bits: Any) -> Any:
     if bits != types.int64:
         raise TypingError(f"expected int64 bits, got {bits}")
 
-    def codegen(_c: Any, builder: Any, _s: Any, args: Any) -> ir.Value:
+    def codegen(_c: Any, builder: Any, _s: Any, args: Any) -> Any:
         return builder.cttz(args[0], ir.Constant(_I1, 1))
 
     return types.int64(types.int64), codegen
@@ -328,7 +331,7 @@ def highest_bit(_context: Any, bits: Any) -> Any:
     if bits != types.int64:
         raise TypingError(f"expected int64 bits, got {bits}")
 
-    def codegen(_c: Any, builder: Any, _s: Any, args: Any) -> ir.Value:
+    def codegen(_c: Any, builder: Any, _s: Any, args: Any) -> Any:
         return builder.sub(ir.Constant(ir.IntType(64), 63), builder.ctlz(args[0], ir.Constant(_I1, 1)))
 
     return types.int64(types.int64), codegen

@@ -43,14 +43,29 @@ def warm_up(announce: Callable[[str], None] = print) -> float:
 
 def _render_everything() -> None:
     """One primitive, both channel counts, forward and backward: that reaches every kernel with its only signature."""
-    means = torch.tensor([[0.0, 0.0, 1.0]])
-    quats, scales = torch.tensor([[1.0, 0.0, 0.0, 0.0]]), torch.full((1, 3), 0.1)
-    viewmats, Ks = torch.eye(4)[None], torch.tensor([[[16.0, 0.0, 8.0], [0.0, 16.0, 8.0], [0.0, 0.0, 1.0]]])
+    Ks = torch.tensor([[[16.0, 0.0, 8.0], [0.0, 16.0, 8.0], [0.0, 0.0, 1.0]]])
     with torch.enable_grad():
         for render_mode in ("RGB", "RGB+D"):
-            inputs = [means, quats, scales, torch.tensor([0.5]), torch.zeros(1, 1, 3), viewmats, torch.zeros(1, 3)]
-            *leaves, backgrounds = [t.clone().requires_grad_() for t in inputs]
+            means = torch.tensor([[0.0, 0.0, 1.0]], requires_grad=True)
+            backgrounds = torch.zeros(1, 3, requires_grad=True)
             image, alphas, _ = rasterize(
-                *leaves, Ks, 16, 16, 0.01, 1e10, 0.0, 0.3, 0, backgrounds, render_mode, True, "classic"
+                means,
+                quats=torch.tensor([[1.0, 0.0, 0.0, 0.0]]),
+                scales=torch.full((1, 3), 0.1),
+                opacities=torch.tensor([0.5]),
+                colors=torch.zeros(1, 1, 3),
+                viewmats=torch.eye(4)[None],
+                Ks=Ks,
+                width=16,
+                height=16,
+                near_plane=0.01,
+                far_plane=1e10,
+                radius_clip=0.0,
+                eps2d=0.3,
+                sh_degree=0,
+                backgrounds=backgrounds,
+                render_mode=render_mode,
+                absgrad=True,
+                rasterize_mode="classic",
             )
             (image.sum() + alphas.sum()).backward()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy import sparse
-from scipy.spatial import cKDTree
+from scipy.spatial import KDTree
 
 POINTS_PER_CELL = 4
 DEPTH_TOLERANCE = 0.15
@@ -149,7 +149,7 @@ def _scene_depth(cameras: ViewGeometry) -> np.ndarray:
         # An orbit: nearly all look at the focus, within half a field of view.
         if np.mean(ahead > 0.7 * distance) > 0.8:
             return np.maximum(ahead, 1e-3 * max(float(distance.max()), 1e-9))
-    nearest = cKDTree(centers).query(centers, k=2)[0][:, 1]
+    nearest = KDTree(centers).query(centers, k=2)[0][:, 1]
     typical = float(np.median(nearest[nearest > 0])) if np.any(nearest > 0) else 1.0
     baseline = np.maximum(nearest, 0.25 * typical)
     field = np.minimum(cameras.width / cameras.K[:, 0, 0], cameras.height / cameras.K[:, 1, 1])
@@ -172,7 +172,7 @@ def coverage(cameras: ViewGeometry, incidence: sparse.csr_matrix, xyz: np.ndarra
     """
     xyz = np.asarray(xyz, dtype=np.float64)
     neighbours = min(4, len(xyz))
-    near = cKDTree(xyz).query(xyz, k=neighbours)[0] if neighbours > 1 else np.zeros((len(xyz), 1))
+    near = KDTree(xyz).query(xyz, k=neighbours)[0] if neighbours > 1 else np.zeros((len(xyz), 1))
     radius = np.atleast_2d(near)[:, 1:].mean(axis=1) if neighbours > 1 else np.zeros(len(xyz))
     out = np.empty(incidence.nnz, np.float32)
     for view in range(cameras.views):

@@ -55,7 +55,7 @@ def pair_graph(rlg: Rlg) -> PairGraph:
 
 
 def _on_pattern(matrix: sparse.csr_matrix, pattern: sparse.csr_matrix) -> sparse.csr_matrix:
-    views = matrix.shape[0]
+    views = len(matrix.indptr) - 1
     out = pattern.copy()
     out.sort_indices()
     row = np.repeat(np.arange(views, dtype=np.int64), np.diff(out.indptr))

@@ -247,9 +247,7 @@ def total_cost(indptr, neighbours, written, step_of, rank_of, lag_weight, step_l
 
 
 @numba.njit(cache=True, nogil=True)
-def edge_cost(
-    views, steps, ranks, indptr, neighbours, written, read, rank_of, first_step, lag_weight, repeat, cost
-):
+def edge_cost(views, steps, ranks, indptr, neighbours, written, read, rank_of, first_step, lag_weight, repeat, cost):
     """Cost of each view in some steps next to another epoch whose tasks are settled.
 
     cost[v, c] (step first_step + c) += conflicts with the given tasks of ranks other than rank_of[v]. A view that is

@@ -80,7 +80,14 @@ class Search:
         g = self.graph
         return int(
             kernels_order.total_cost(
-                g.indptr, g.neighbours, g.written, step_of, rank_of, self.lag_weight, step_load, self.balance,
+                g.indptr,
+                g.neighbours,
+                g.written,
+                step_of,
+                rank_of,
+                self.lag_weight,
+                step_load,
+                self.balance,
                 period,
             )
         )

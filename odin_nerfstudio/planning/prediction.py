@@ -44,8 +44,8 @@ class Prediction:
         conflict: Mean over tasks and other ranks' tasks of the weight, by distance 1 to max_delay + 1. (D,) float64
         by_step: The same for distance 1, per step; the first has none. (n,) float64
         imbalance: Mean over steps of the largest rank's cost over the mean rank's cost.
-        waiting: Share of tasks that read something that another rank wrote in the step before.
-        admissible: Share of tasks that share at most 0.3 with what other ranks wrote in the step before.
+        free: Share of tasks that share at most 1 % of what they read with the last step's tasks of other ranks.
+        admissible: Share of tasks that share at most 30 % with them.
         overlap: Mean overlap window in steps.
         spread: Mean weight between lanes of one step on different ranks: how much a step looks at one place.
     """
@@ -54,7 +54,7 @@ class Prediction:
     conflict: np.ndarray
     by_step: np.ndarray
     imbalance: float
-    waiting: float
+    free: float
     admissible: float
     overlap: float
     spread: float
@@ -69,24 +69,25 @@ def predict(plan: Plan, first_step: int = 0, steps: int | None = None) -> Predic
     Args:
         plan: The plan.
         first_step: Where to start.
-        steps: How many steps to look at, default two epochs (and at least four steps), not beyond the plan's end.
+        steps: How many steps to look at, default four epochs (and at least eight steps), not beyond the plan's end.
+
+    Raises:
+        ValueError: The plan has no step to look at.
     """
     from odin_nerfstudio.planning.schedule import WINDOW_CONFLICT
 
     if steps is None:
-        steps = max(4, -(-2 * plan.views // plan.views_per_step))
+        steps = max(8, -(-4 * plan.views // plan.views_per_step))
     if plan.steps is not None:
         steps = min(steps, plan.steps - first_step)
     lanes, lags = plan.views_per_step, plan.max_delay + 1
     ranks = rank_of_lanes(lanes, plan.ranks)
     other = ranks[:, None] != ranks[None, :]
     pairs = int(other.sum())
-    table = (
-        np.stack([plan.views_of_step(first_step + s) for s in range(steps)])
-        if steps > 0
-        else np.zeros((0, lanes), np.int64)
-    )
-    sums = np.zeros((lags + 1, max(steps, 0), lanes))
+    if steps < 1:
+        raise ValueError(f"a plan of {plan.steps} steps has none from step {first_step} on to predict")
+    table = np.stack([plan.views_of_step(first_step + s) for s in range(steps)])
+    sums = np.zeros((lags + 1, steps, lanes))
     for lag in range(lags + 1):
         # One lag at a time, writers in a loop: the pairs of a long stretch with 64 lanes would fill memory.
         for writer in range(lanes):
@@ -97,7 +98,7 @@ def predict(plan: Plan, first_step: int = 0, steps: int | None = None) -> Predic
     mean = [float(sums[d, d:].sum()) / (pairs * (steps - d)) if pairs and steps > d else 0.0 for d in range(lags + 1)]
     by_step = sums[1].sum(axis=1) / max(pairs, 1)
     load = np.stack([plan.load[table][:, ranks == r].sum(axis=1) for r in range(plan.ranks)], axis=1)
-    imbalance = float(np.mean(load.max(axis=1) / np.maximum(load.mean(axis=1), 1e-9))) if steps > 0 else 1.0
+    imbalance = float(np.mean(load.max(axis=1) / np.maximum(load.mean(axis=1), 1e-9)))
     later = sums[1, 1:]
     reached = np.cumsum(sums[1:, lags:], axis=0)
     window = (reached <= WINDOW_CONFLICT).cumprod(axis=0).sum(axis=0)
@@ -106,7 +107,7 @@ def predict(plan: Plan, first_step: int = 0, steps: int | None = None) -> Predic
         conflict=np.array(mean[1:]),
         by_step=by_step,
         imbalance=imbalance,
-        waiting=float(np.mean(later > 0)) if later.size else 0.0,
+        free=float(np.mean(later <= WINDOW_CONFLICT)) if later.size else 1.0,
         admissible=float(np.mean(later <= ADMISSIBLE_OVERLAP)) if later.size else 1.0,
         overlap=float(window.mean()) if window.size else 0.0,
         spread=mean[0],

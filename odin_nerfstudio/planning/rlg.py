@@ -92,7 +92,7 @@ def relative_locality_graph(tracks: Tracks, importance: np.ndarray | None = None
     from odin_nerfstudio.planning import kernels
 
     incidence = tracks.incidence
-    views, points = incidence.shape
+    views, points = tracks.views, tracks.points
     indptr, indices = incidence.indptr.astype(np.int64), incidence.indices
     sizes = np.diff(indptr)
     start, rows = kernels.transpose_pattern(indptr, indices, points)

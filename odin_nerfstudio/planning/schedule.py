@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import numpy as np
 
@@ -179,6 +179,15 @@ class Plan:
 
         return predict_step(self, step)
 
+    def for_ranks(self, ranks: int) -> Plan:
+        """The same plan run by another number of ranks: same views in every step and lane.
+
+        Raises:
+            ValueError: ``ranks`` is not between 1 and the number of lanes.
+        """
+        _check_ranks("ranks", ranks, self.views_per_step)
+        return replace(self, ranks=ranks, _epochs=OrderedDict(), _lock=threading.RLock())
+
     def fingerprint(self) -> str:
         """Hash of the plan's inputs, ranks and first epoch. Ranks whose fingerprints agree have the same plan."""
         text = (self.plan_ranks, self.views_per_step, self.seed, self.order, self.max_delay, self.diversity)
@@ -248,11 +257,7 @@ def make_plan(
     if views_per_step < 1:
         raise ValueError(f"views_per_step must be at least 1, got {views_per_step}")
     for name, value in (("ranks", ranks), ("plan_ranks", plan_ranks)):
-        if not 1 <= value <= views_per_step:
-            raise ValueError(
-                f"{name} must be between 1 and views_per_step ({views_per_step}), got {value}: "
-                "a rank without a lane would idle; raise views_per_step"
-            )
+        _check_ranks(name, value, views_per_step)
     if order not in ("rlg", "random"):
         raise ValueError(f"order must be 'rlg' or 'random', got {order!r}")
     if max_delay < 0:
@@ -267,15 +272,30 @@ def make_plan(
         raise ValueError(f"the plan's length must not be negative, got {steps} steps")
 
     load = _integer_load(rlg.sizes if cost is None else np.asarray(cost), rlg.views)
-    weights = epoch_maker.lag_weights(max_delay, diversity)
-    search = Search.make(pair_graph(rlg), load, weights, views_per_step)
-    plan = Plan(
-        rlg=rlg, ranks=ranks, plan_ranks=plan_ranks, views_per_step=views_per_step, seed=seed, order=order,
-        max_delay=max_delay, steps=steps, load=load, diversity=float(diversity),
-        template=Template.none(rlg.views, seed), _search=search,
-    )  # fmt: skip
-    plan.template = epoch_maker.template_of(plan, search)
+    settings = {
+        "ranks": ranks, "plan_ranks": plan_ranks, "views_per_step": views_per_step, "seed": seed, "order": order,
+        "max_delay": max_delay, "steps": steps, "diversity": float(diversity),
+    }  # fmt: skip
+    plan = restore_plan(rlg, settings, load, Template.none(rlg.views, seed), {})
+    plan.template = epoch_maker.template_of(plan, plan._search)
     return plan
+
+
+def restore_plan(
+    rlg: Rlg, settings: dict[str, Any], load: np.ndarray, template: Template, orders: dict[int, np.ndarray]
+) -> Plan:
+    """A plan from its parts, as read from a file.
+
+    Args:
+        rlg: The graph.
+        settings: Attributes of :class:`Plan` by name, those of plain type.
+        load: See :class:`Plan`.
+        template: See :class:`Plan`.
+        orders: Orders of epochs that are not to be made anew.
+    """
+    weights = epoch_maker.lag_weights(settings["max_delay"], settings["diversity"])
+    search = Search.make(pair_graph(rlg), load, weights, settings["views_per_step"])
+    return Plan(rlg=rlg, load=load, template=template, _search=search, _pinned=orders, **settings)
 
 
 def _integer_load(cost: np.ndarray, views: int) -> np.ndarray:
@@ -284,3 +304,11 @@ def _integer_load(cost: np.ndarray, views: int) -> np.ndarray:
     cost = cost.astype(np.float64)
     mean = cost.mean()
     return np.rint(cost / mean * 1000.0).astype(np.int64) if mean > 0 else np.full(views, 1000, np.int64)
+
+
+def _check_ranks(name: str, value: int, views_per_step: int) -> None:
+    if not 1 <= value <= views_per_step:
+        raise ValueError(
+            f"{name} must be between 1 and views_per_step ({views_per_step}), got {value}: "
+            "a rank without a lane would idle; raise views_per_step"
+        )

@@ -48,12 +48,12 @@ class Tracks:
     @property
     def views(self) -> int:
         """Number of views."""
-        return self.incidence.shape[0]
+        return len(self.names)
 
     @property
     def points(self) -> int:
         """Number of points, those that no training view observes included."""
-        return self.incidence.shape[1]
+        return len(self.xyz)
 
 
 def find_model(data: Path) -> Path | None:
@@ -136,7 +136,7 @@ def _from_model(image_names: Sequence[str], model_dir: Path) -> Tracks | None:
     incidence = incidence_matrix(model.indptr, model.indices, len(model.xyz))
     logger.info(
         "planning: SfM tracks of %d views from %s: %d points, %d observations",
-        len(image_names) - len(missing), model_dir, incidence.shape[1], incidence.nnz,
+        len(image_names) - len(missing), model_dir, len(model.xyz), incidence.nnz,
     )  # fmt: skip
     return Tracks(incidence, list(image_names), model.xyz, TRACKS, centers)
 

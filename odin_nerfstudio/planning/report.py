@@ -1,0 +1,178 @@
+"""What a plan promises for a dataset, as numbers, a table and one sentence of advice."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from odin_nerfstudio.planning.gain import Gain, expected_gain
+from odin_nerfstudio.planning.prediction import Prediction, predict
+from odin_nerfstudio.planning.rlg import Rlg, relative_locality_graph
+from odin_nerfstudio.planning.schedule import Order, Plan, make_plan
+from odin_nerfstudio.planning.tracks import Tracks
+
+RANDOM_SEEDS = 10
+
+
+@dataclass(frozen=True)
+class Report:
+    """A dataset's plan and what to expect of it.
+
+    Attributes:
+        tracks: The observations.
+        rlg: Their graph.
+        plan: The plan that was asked for.
+        random: A plan in random order.
+        rlg_prediction: Predicted conflicts in RLG order.
+        random_predictions: Predicted conflicts in random orders of several seeds.
+        gain: Expected gain of the plan that was asked for.
+        seconds: Time to build graph, plan and report, without reading the dataset.
+    """
+
+    tracks: Tracks
+    rlg: Rlg
+    plan: Plan
+    random: Plan
+    rlg_prediction: Prediction
+    random_predictions: list[Prediction]
+    gain: Gain
+    seconds: float
+
+    @property
+    def prediction(self) -> Prediction:
+        """Predicted conflicts of the plan that was asked for."""
+        return self.rlg_prediction if self.plan.order == "rlg" else self.random_predictions[0]
+
+    def random_mean(self, name: str) -> float:
+        """Mean over the random orders of a prediction's number."""
+        return float(np.mean([getattr(p, name) for p in self.random_predictions]))
+
+    def numbers(self) -> dict[str, Any]:
+        """The report as plain types. ``conflict`` is the mean, over tasks and tasks of other ranks one step earlier, of
+        the share of what the task reads that the other wrote."""
+        pairs = self.rlg.statistics()
+        rlg_lags = self.rlg_prediction.conflict
+        random_lags = np.mean([p.conflict for p in self.random_predictions], axis=0)
+        return {
+            "views": self.tracks.views,
+            "points": self.tracks.points,
+            "observations": int(self.tracks.incidence.nnz),
+            "unknown_views": int(self.rlg.unknown.sum()),
+            "source": self.tracks.source,
+            "ranks": self.plan.ranks,
+            "views_per_step": self.plan.views_per_step,
+            "order": self.plan.order,
+            "seed": self.plan.seed,
+            "max_delay": self.plan.max_delay,
+            "pairs": pairs,
+            "conflict": {"rlg": float(rlg_lags[0]), "random": float(random_lags[0])},
+            "conflict_by_distance": {"rlg": rlg_lags.tolist(), "random": random_lags.tolist()},
+            "overlap_within_step": {"rlg": self.rlg_prediction.spread, "random": self.random_mean("spread")},
+            "overlap_window": {"rlg": self.rlg_prediction.overlap, "random": self.random_mean("overlap")},
+            "imbalance": {"rlg": self.rlg_prediction.imbalance, "random": self.random_mean("imbalance")},
+            "gain": {
+                "quality": self.gain.quality,
+                "throughput": self.gain.throughput,
+                "ceiling": self.gain.ceiling,
+                "assumptions": list(self.gain.assumptions),
+                "estimate": True,
+            },
+            "advice": self.advice(),
+            "seconds": self.seconds,
+        }
+
+    def advice(self) -> str:
+        """Whether several devices will pay here, and in which mode."""
+        ranks, gain = self.plan.ranks, self.gain
+        if ranks == 1:
+            return "One rank waits for nobody: every mode runs at the same speed."
+        if self.tracks.views < 2 * self.plan.views_per_step:
+            return (
+                f"{self.tracks.views} views are too few for {self.plan.views_per_step} per step: every step sees most "
+                "of the scene, so expect little over barrier; use fewer ranks."
+            )
+        worth = gain.ceiling - 1.0
+        if gain.quality - 1.0 >= 0.5 * worth:
+            return (
+                f"{ranks} devices pay here: most tasks meet no fresh update of another device, so quality mode, exact "
+                "as synchronized training, hides most of the wait."
+            )
+        if gain.throughput - 1.0 >= 0.5 * worth:
+            return (
+                f"{ranks} devices pay here in throughput mode; in quality mode most tasks still wait, since they share "
+                "some points with the last views of other devices."
+            )
+        return (
+            f"Views share much of what they see: on {ranks} devices expect little over barrier from the plan alone; "
+            "throughput mode may still gain, since it admits reads by gradient mass, which is known only in training."
+        )
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Labels and values of the table."""
+        n = self.numbers()
+        gain = n["gain"]
+
+        def both(name: str, style: str) -> str:
+            return f"rlg {format(n[name]['rlg'], style)}, random {format(n[name]['random'], style)}"
+
+        return [
+            ("training views", f"{n['views']:,}" + (f" ({n['unknown_views']} unknown)" if n["unknown_views"] else "")),
+            ("points", f"{n['points']:,} ({n['observations']:,} observations)"),
+            ("co-visibility from", n["source"]),
+            ("ranks, views per step", f"{n['ranks']}, {n['views_per_step']} ({n['order']} order, seed {n['seed']})"),
+            ("shared by two views", f"{n['pairs']['mean']:.1%} of points on average, nothing by {n['pairs']['zero_share']:.1%}"),
+            ("predicted conflict", both("conflict", ".2%")),
+            ("overlap within a step", both("overlap_within_step", ".2%")),
+            ("overlap window, steps", both("overlap_window", ".2f")),
+            ("cost imbalance", both("imbalance", ".3f")),
+            ("expected gain over barrier", f"quality {gain['quality']:.2f}x, throughput {gain['throughput']:.2f}x, "
+                                           f"at most {gain['ceiling']:.2f}x (estimate)"),
+            ("planned in", f"{n['seconds']:.2f} s"),
+        ]  # fmt: skip
+
+
+def make_report(
+    tracks: Tracks,
+    *,
+    ranks: int,
+    views_per_step: int,
+    order: Order = "rlg",
+    seed: int = 0,
+    max_delay: int = 2,
+    diversity: float = 0.0,
+    wait: float | None = None,
+) -> Report:
+    """Plan a dataset in RLG and in random order and compare.
+
+    Args:
+        tracks: The observations.
+        ranks: Ranks to plan for.
+        views_per_step: Lanes per step.
+        order: Which of the plans is the report's ``plan``.
+        seed: Seed of the plan; random orders use the seeds from it on.
+        max_delay: See :func:`make_plan`.
+        diversity: See :func:`make_plan`.
+        wait: Share of time that barriers wait, if measured.
+    """
+    start = time.perf_counter()
+    rlg = relative_locality_graph(tracks)
+
+    def plan(kind: Order, number: int) -> Plan:
+        return make_plan(
+            rlg, ranks=ranks, views_per_step=views_per_step, order=kind, seed=number, max_delay=max_delay,
+            diversity=diversity,
+        )  # fmt: skip
+
+    planned = plan("rlg", seed)
+    randoms = [plan("random", seed + k) for k in range(RANDOM_SEEDS)]
+    prediction, random_predictions = predict(planned), [predict(p) for p in randoms]
+    chosen = prediction if order == "rlg" else random_predictions[0]
+    gain = expected_gain(chosen, ranks) if wait is None else expected_gain(chosen, ranks, wait)
+    return Report(
+        tracks=tracks, rlg=rlg, plan=planned if order == "rlg" else randoms[0], random=randoms[0],
+        rlg_prediction=prediction, random_predictions=random_predictions, gain=gain,
+        seconds=time.perf_counter() - start,
+    )  # fmt: skip

@@ -1,0 +1,99 @@
+"""``odin-plan``: ask before training what several devices will bring on a dataset."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+
+@dataclass
+class PlanCommand:
+    """Predict how the views of a dataset conflict when several devices train on it, in RLG and in random order."""
+
+    data: Path
+    """Dataset that ns-train can read: a folder with transforms.json or a COLMAP model, or a .json file."""
+    ranks: int = 8
+    """Devices to plan for."""
+    views_per_step: int | None = None
+    """Views per optimizer step over all devices. Default: one for each device."""
+    order: Literal["rlg", "random"] = "rlg"
+    """Order of the plan that is drawn, saved and judged; the table always compares both."""
+    seed: int = 0
+    """Seed of the plan."""
+    max_delay: int = 2
+    """Conflicts are counted over this many steps and one more."""
+    diversity: float = 0.0
+    """Cost of overlap between the views of one step, as a multiple of a conflict between steps."""
+    wait: float | None = None
+    """Share of time that barriers wait, if you have measured it; the expected gain rests on it."""
+    dataparser: str | None = None
+    """nerfstudio dataparser of the dataset, e.g. blender-data. Default: by what lies in the folder."""
+    json: Path | None = None
+    """Write the numbers to this file."""
+    plot: Path | None = None
+    """Draw conflicts, cameras and ranks to this image."""
+    save: Path | None = None
+    """Write the plan: .npz to load again, .json to read."""
+
+    def run(self) -> None:
+        """Plan and print.
+
+        Raises:
+            ValueError: An argument or the dataset is no good.
+        """
+        from odin_nerfstudio.planning.plan_file import save_plan
+        from odin_nerfstudio.planning.plot import plot_report
+        from odin_nerfstudio.planning.report import make_report
+        from odin_nerfstudio.tools.plan_dataset import training_tracks
+
+        # nerfstudio prints while it reads; standard output is for the table.
+        with contextlib.redirect_stdout(sys.stderr):
+            tracks = training_tracks(self.data, self.dataparser, self.seed)
+        lanes = self.ranks if self.views_per_step is None else self.views_per_step
+        report = make_report(
+            tracks, ranks=self.ranks, views_per_step=lanes, order=self.order, seed=self.seed,
+            max_delay=self.max_delay, diversity=self.diversity, wait=self.wait,
+        )  # fmt: skip
+        title = (self.data.parent if self.data.suffix == ".json" else self.data).resolve().name
+        _print_report(title, report.rows(), report.advice(), report.gain.assumptions)
+        if self.json is not None:
+            self.json.write_text(json.dumps(report.numbers(), indent=2) + "\n", encoding="utf-8")
+        if self.plot is not None:
+            plot_report(report, self.plot, title)
+        if self.save is not None:
+            save_plan(report.plan, self.save, epochs=None if self.save.suffix == ".npz" else 4)
+
+
+def _print_report(title: str, rows: list[tuple[str, str]], advice: str, assumptions: tuple[str, ...]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    table = Table(title=f"Plan for {title}", show_header=False, title_justify="left")
+    for label, value in rows:
+        table.add_row(label, value)
+    console.print(table)
+    console.print(f"The expected gain is an estimate, not a measurement. It assumes that {'; '.join(assumptions)}.")
+    console.print(f"[bold]{advice}[/bold]")
+
+
+def main() -> None:
+    """Entry point."""
+    command = tyro.cli(PlanCommand, prog="odin-plan")
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("odin_nerfstudio").setLevel(logging.INFO)
+    try:
+        command.run()
+    except (ValueError, OSError) as error:
+        sys.exit(f"odin-plan: {error}")
+
+
+if __name__ == "__main__":
+    main()

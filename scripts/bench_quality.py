@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import tyro
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-PHASES = ("data", "render", "loss", "backward", "optimizer", "structural")
+PHASES = ("data", "acquire", "render", "loss", "backward", "contribute", "publish", "structural")
 MARKS = ("<!-- bench_quality -->", "<!-- /bench_quality -->")
 
 
@@ -43,15 +43,13 @@ class Options:
 
 def train(folder: Path, steps: list[int], seed: int, outputs: Path) -> list[dict[str, Any]]:
     """One run in this process: a row of figures at each of ``steps``."""
+    from nerfstudio.configs.method_configs import all_methods
     from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParserConfig
     from nerfstudio.engine.callbacks import TrainingCallback, TrainingCallbackLocation
 
     from odin_nerfstudio.glue.odin_trainer import OdinTrainer
-    from odin_nerfstudio.method_configs.odin_splatfacto import odin_splatfacto
-    from odin_nerfstudio.rendering import warm_up
 
-    warm_up()
-    config: Any = odin_splatfacto.config
+    config: Any = all_methods["odin-splatfacto"]
     model_folder = next(p for p in ("sparse/0", "colmap/sparse/0") if (folder / p).is_dir())
     config.pipeline.datamanager.dataparser = ColmapDataParserConfig(
         data=folder.resolve(), colmap_path=Path(model_folder), downscale_factor=1, load_3D_points=True

@@ -141,7 +141,7 @@ def test_commands_from_training_to_export(scene: Path, tmp_path: Path) -> None:
     command("ns-export", "gaussian-splat", "--load-config", folder / "config.yml", "--output-dir", tmp_path / "export")
     import open3d
 
-    count = len(open3d.io.read_point_cloud(str(tmp_path / "export" / "splat.ply")).points)
+    count = len(open3d.io.read_point_cloud(tmp_path / "export" / "splat.ply").points)
     assert count == len(latest(folder)["pipeline"]["_model.gauss_params.means"])
 
 
@@ -164,8 +164,10 @@ def test_faulty_input_ends_with_one_line(tmp_path: Path) -> None:
 
 def test_ctrl_c_saves_the_finished_steps_and_ends_cleanly(scene: Path, tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [BIN / "ns-train", "odin-splatfacto", "--data", scene, "--output-dir", tmp_path, "--timestamp", "t"]
-        + ["--vis", "tensorboard", "--steps-per-save", "20"],
+        [
+            *(BIN / "ns-train", "odin-splatfacto", "--data", scene, "--output-dir", tmp_path, "--timestamp", "t"),
+            *("--vis", "tensorboard", "--steps-per-save", "20"),
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

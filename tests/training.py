@@ -39,9 +39,9 @@ def small_config(scene: Path, outputs: Path, steps: int, **options: Any) -> Any:
     """A config of odin-splatfacto that densifies and resets within a few hundred steps."""
     import copy
 
-    from odin_nerfstudio.method_configs.odin_splatfacto import odin_splatfacto
+    from nerfstudio.configs.method_configs import all_methods
 
-    config: Any = copy.deepcopy(odin_splatfacto.config)
+    config: Any = copy.deepcopy(all_methods["odin-splatfacto"])
     config.data = config.pipeline.datamanager.data = scene
     config.output_dir = outputs
     config.timestamp = options.pop("timestamp", "run")

@@ -1,4 +1,4 @@
-"""A job as a whole: what is settled once, before its ranks start, and what is reported once, when they are done."""
+"""A job as a whole: what is checked and settled once, before its ranks start."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 from nerfstudio.utils.rich_utils import CONSOLE
 
+from odin_nerfstudio.glue import restart
 from odin_nerfstudio.glue.checkpoint import CheckpointError, find_checkpoint, read_checkpoint
-from odin_nerfstudio.glue.launch import Place, check_machines, divide_threads, use_own_worker
+from odin_nerfstudio.glue.launch import Place, broadcast_text, check_machines, divide_threads, use_own_worker
 from odin_nerfstudio.glue.scale_schedule import scale_schedule
 from odin_nerfstudio.glue.warm_up import warm_up_kernels
 
 if TYPE_CHECKING:
-    from odin_nerfstudio.glue.odin_trainer import OdinTrainer, OdinTrainerConfig
-    from odin_nerfstudio.runtime.engine import Engine
+    from odin_nerfstudio.glue.odin_trainer import OdinTrainerConfig
 
 
 def ranks_of(config: OdinTrainerConfig) -> int:
@@ -66,6 +66,18 @@ def prepare(config: OdinTrainerConfig) -> None:
         warm_up_kernels()
 
 
+def agree_on_folder(config: OdinTrainerConfig) -> None:
+    """One output folder for all ranks that torchrun started: rank 0's, after a restart that of the first attempt."""
+    if Place.of_torchrun() is None:
+        return  # there is only one process yet
+    if restart.is_restart() and is_first_process(config):
+        earlier = restart.earlier_attempt(config.get_base_dir().parent)
+        config.timestamp = config.timestamp if earlier is None else earlier.name
+    config.timestamp = broadcast_text(config.timestamp)
+    if restart.is_restart():
+        restart.go_on(config)
+
+
 def local_ranks(config: OdinTrainerConfig) -> int:
     """How many of the job's ranks run on this machine."""
     place = Place.of_torchrun()
@@ -106,9 +118,3 @@ def _refuse_unsupported(config: OdinTrainerConfig) -> None:
                 f"Error: max_norm of the optimizer of {group} does not go with Odin: the norm of a whole gradient is "
                 "known only when every view is in"
             )
-
-
-def report(trainer: OdinTrainer, engine: Engine) -> None:
-    """Collects what the ranks measured."""
-    engine.collect()
-

@@ -20,7 +20,10 @@ from odin_nerfstudio.glue.checkpoint import CheckpointError, find_checkpoint, re
 from odin_nerfstudio.glue.checks import InputError
 from odin_nerfstudio.glue.interrupts import InterruptRequests
 from odin_nerfstudio.glue.keyed_random import generator_states, restore_generators, seed_everything
+from odin_nerfstudio.glue.launch import Place
 from odin_nerfstudio.glue.odin_pipeline import OdinPipeline, OdinPipelineConfig
+from odin_nerfstudio.glue.report import StepScalars, report
+from odin_nerfstudio.glue.restart import leave_note
 from odin_nerfstudio.glue.step_runner import StepRunner
 from odin_nerfstudio.glue.step_timer import StepTimer
 from odin_nerfstudio.runtime.faults import EXIT_CODE, FaultLimits, NonFiniteGradient, RankFailure
@@ -46,6 +49,7 @@ class OdinTrainerConfig(TrainerConfig):
         """Runs in the process that the user started, before anything is written."""
         job.prepare(self)
         super().set_timestamp()
+        job.agree_on_folder(self)
 
     def set_experiment_name(self) -> None:
         """nerfstudio's, also where the data was named behind the dataparser (``... colmap --data D``)."""
@@ -93,6 +97,9 @@ class OdinTrainer(Trainer):
         try:
             super().setup(test_mode)
             self.runner = StepRunner(self.pipeline, self.optimizers, self.transport, self._start_step, self.timer)
+            self.runner.engine.on_step(StepScalars(self.config.logging.steps_per_log))
+            if self.rank == 0 and Place.of_torchrun() is not None:
+                leave_note(self.base_dir, self._start_step + self.config.max_num_iterations)
         except BaseException as error:
             self.transport.abort(f"could not be set up: {type(error).__name__}: {error}")
             if isinstance(error, (InputError, CheckpointError, RankFailure)):
@@ -118,7 +125,7 @@ class OdinTrainer(Trainer):
                         self._train_step(step)
                 engine.drain()
                 self.save_checkpoint(self.finished_step)
-                job.report(self, engine)
+                report(engine, self.config.pipeline.odin.trace)
             engine.close()
         except (RankFailure, NonFiniteGradient, CheckpointError) as error:
             engine.abort(error)

@@ -42,6 +42,8 @@ FRAME = 1 << 18
 _DEPTH = 4
 """Receives posted ahead per peer."""
 _TICK = 0.25
+_LAST_WORDS = 3.0
+"""Longest that a rank that gives up waits for its peers to have taken its reason in. [s]"""
 
 
 @dataclass(eq=False)
@@ -130,8 +132,11 @@ class GlooTransport:
         self._closing = True
         for peer in self._peers.values():
             self._enqueue(peer, words, urgent=True)
-        self._flush(2.0)
         self.deadline.arm(reason)
+        end = time.monotonic() + _LAST_WORDS
+        for peer in self._peers.values():
+            while not peer.left and not peer.said_bye.wait(0.05) and time.monotonic() < end:
+                pass
 
     def close(self) -> None:
         frame(bye := empty_message(), Kind.BYE, self._step, self._activity)
@@ -234,6 +239,8 @@ class GlooTransport:
             root, text = message_bytes(words).decode(errors="replace").split(" ", 1)
             source = "" if int(root) == peer.rank else f" [reported by rank {peer.rank}]"
             self.fail(RankFailure(int(root), text + source))
+            frame(bye := empty_message(), Kind.BYE, self._step, self._activity)
+            self._enqueue(peer, bye, urgent=True)  # the peer stays until it knows that its reason has arrived
         elif kind != Kind.HEARTBEAT:
             self.inbox.put(Received(peer.rank, kind, words, arrived))
         return False

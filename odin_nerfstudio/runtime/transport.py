@@ -101,7 +101,7 @@ class Transport(Protocol):
         ...
 
     def abort(self, reason: str, root: int | None = None) -> None:
-        """Tell every peer that rank `root` (default: this one) has failed and why. Returns within two seconds."""
+        """Tell every peer that rank `root` (default: this one) has failed and why. Returns within seconds."""
         ...
 
     def close(self) -> None:

@@ -54,7 +54,7 @@ def make_scene(
 
 def run(function: Any, scene: dict[str, Any], dtype: torch.dtype, seed: int = 1) -> dict[str, Tensor]:
     """Render, and differentiate a random weighting of both images; returns images, radii and all gradients."""
-    arguments = {k: v.to(dtype) if isinstance(v, Tensor) else v for k, v in scene.items()}
+    arguments: dict[str, Any] = {k: v.to(dtype) if isinstance(v, Tensor) else v for k, v in scene.items()}
     leaves = {k: arguments[k].clone().requires_grad_() for k in LEAVES if isinstance(scene.get(k), Tensor)}
     image, alphas, info = function(**{**arguments, **leaves})
     info["means2d"].retain_grad()

@@ -85,7 +85,7 @@ def test_equal_depths_blend_in_input_order() -> None:
 def test_absolute_gradients() -> None:
     """Each pixel's gradient of the projected mean, taken by rendering one pixel's loss at a time."""
     scene = make_scene(12, 10, 9, sh_degree=None, pixels=3.0)
-    leaves = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in scene.items()}
+    leaves: dict[str, Any] = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in scene.items()}
     leaves["means"].requires_grad_()
     image, _, info = dense_rasterization(**leaves)
     expected = torch.zeros(1, 12, 2, dtype=torch.float64)

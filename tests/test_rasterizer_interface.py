@@ -193,3 +193,16 @@ def test_import_is_light() -> None:
     code = "import sys, odin_nerfstudio.rendering; print(sorted({'numba', 'gsplat', 'llvmlite'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_large_buffers_are_reused_only_when_free() -> None:
+    from odin_nerfstudio.rendering.cpu import buffers
+
+    first = buffers.empty((5_000_000,))
+    address = first.ctypes.data
+    tensor = torch.from_numpy(first).view(10, -1)[3]
+    del first
+    second = buffers.empty((5_000_000,))
+    assert second.ctypes.data != address  # a tensor still looks at the first one
+    del tensor
+    assert buffers.empty((4_900_000,)).ctypes.data == address

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from odin_nerfstudio.rendering.cpu import scene
+from odin_nerfstudio.rendering.cpu.buffers import Array, empty
 from odin_nerfstudio.rendering.cpu.info import Info, defer_tile_entries
 from odin_nerfstudio.rendering.cpu.layout import G_XX, G_YY, S_OPACITY, SPLAT
 from odin_nerfstudio.rendering.cpu.projection import camera_record
-from odin_nerfstudio.rendering.cpu.scene import Array, Blended, Primitives, Projected, Settings, Tiles
+from odin_nerfstudio.rendering.cpu.scene import Blended, Primitives, Projected, Settings, Tiles
 
 
 def _array(tensor: Tensor) -> Array:
@@ -37,7 +38,6 @@ class _Call:
         self.per_camera_colors = per_camera_colors
         self.projected: list[Projected] = []
         self.tiles: list[Tiles] = []
-        self.records: list[Blended] = []
         self.starts: list[int] = [0]  # where each camera's rows of the packed tensor start
 
     def primitives(self, arrays: list[Array], camera: int) -> Primitives:
@@ -93,7 +93,7 @@ class _Project(torch.autograd.Function):
         means, quats, scales, opacities, colors, splats = ctx.saved_tensors
         count, cameras = len(means), len(call.cameras)
         inputs = [_array(t) for t in (means, quats, scales, opacities)] + [_color_array(call, colors)]
-        outputs = [np.empty(a.shape, np.float32) for a in inputs]
+        outputs = [empty(a.shape) for a in inputs]
         g_means2d = np.zeros((cameras, count, 2), np.float32) if v_means2d is None else _array(v_means2d)
         g_splats = np.zeros((call.starts[-1], SPLAT), np.float32) if v_splats is None else _array(v_splats)
         if v_conics is not None or v_opacities is not None:
@@ -137,16 +137,16 @@ class _Blend(torch.autograd.Function):
         ctx: Any, call: _Call, absgrad: bool, means2d: Tensor, splats: Tensor, backgrounds: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         settings, cameras = call.settings, len(call.cameras)
-        image = np.empty((cameras, settings.height, settings.width, settings.channels), np.float32)
-        alphas = np.empty((cameras, settings.height, settings.width, 1), np.float32)
+        image = empty((cameras, settings.height, settings.width, settings.channels))
+        alphas = empty((cameras, settings.height, settings.width, 1))
         background = _background(call, backgrounds)
+        records: list[Blended] = []
         for k, projected in enumerate(call.projected):
             tiles = scene.sort_into_tiles(projected, settings)
             call.tiles.append(tiles)
-            call.records.append(
-                scene.blend(projected.splats, tiles, settings, background[k], image[k], alphas[k, :, :, 0])
-            )
-        ctx.call, ctx.absgrad = call, absgrad
+            records.append(scene.blend(projected.splats, tiles, settings, background[k], image[k], alphas[k, :, :, 0]))
+        # The records belong to this step alone: `info` keeps the other one, and its call, alive.
+        ctx.call, ctx.absgrad, ctx.records = call, absgrad, records
         ctx.save_for_backward(means2d, splats, backgrounds)
         return _tensor(image), _tensor(alphas)
 
@@ -159,7 +159,7 @@ class _Blend(torch.autograd.Function):
         background = _background(call, backgrounds)
         v_means2d = np.zeros(tuple(means2d.shape), np.float32)
         v_means2d_abs = np.zeros_like(v_means2d)
-        v_splats = np.empty(packed.shape, np.float32)
+        v_splats = empty(packed.shape)
         v_backgrounds = np.zeros((len(call.cameras), 4))
         for k, projected in enumerate(call.projected):
             part = slice(call.starts[k], call.starts[k + 1])
@@ -167,7 +167,7 @@ class _Blend(torch.autograd.Function):
                 packed[part],
                 projected.rows,
                 call.tiles[k],
-                call.records[k],
+                ctx.records[k],
                 call.settings,
                 background[k],
                 g_image[k],
@@ -177,7 +177,7 @@ class _Blend(torch.autograd.Function):
                 v_splats[part],
             )
             if ctx.needs_input_grad[4]:
-                v_backgrounds[k] = scene.background_gradient(call.records[k], call.settings, g_image[k])
+                v_backgrounds[k] = scene.background_gradient(ctx.records[k], call.settings, g_image[k])
         if ctx.absgrad:
             means2d.absgrad = _tensor(v_means2d_abs)
         v_background = None

@@ -308,6 +308,10 @@ def gather(first, end, rows, splats, runs, slots, used, sums, means2d, means2d_a
     """
     for v in range(first, end):
         total = simd.zeros()
+        # Runs lie in order of depth, so the next ones are anywhere.
+        ahead = np.int64(runs[min(v + 2 * _AHEAD, end - 1), 0]) * SPLAT
+        simd.prefetch(slots, ahead)
+        simd.prefetch(slots, ahead + SPLAT)
         for slot in range(runs[v, 0], runs[v, 1]):
             if used[slot] != 0:
                 total = total + simd.load(slots, slot * SPLAT)

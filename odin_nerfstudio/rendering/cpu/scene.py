@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
 from odin_nerfstudio.rendering.cpu import binning, gradients, pixels, projection
+from odin_nerfstudio.rendering.cpu.buffers import Array, empty
 from odin_nerfstudio.rendering.cpu.layout import C_POSITION, PAIR, SPLAT, TILE, TILE_PIXELS
 from odin_nerfstudio.rendering.threads import render_threads, run
-
-Array = np.ndarray[Any, Any]
 
 _ROWS_PER_CHUNK = 16384
 # The camera's gradients are summed per so many visible rows, then over these chunks: an order that depends on nothing
@@ -122,7 +120,7 @@ def project(primitives: Primitives, settings: Settings, camera: Array, out: Proj
     )
     out.rows = np.flatnonzero(out.radii)
     visible = len(out.rows)
-    out.splats = np.empty((visible, SPLAT), np.float32)
+    out.splats = empty((visible, SPLAT))
     out.tile_bound = np.empty(visible, np.int32)
     chunks = _spans(visible, _ROWS_PER_CHUNK // 4)
     run(
@@ -183,7 +181,7 @@ def sort_into_tiles(projected: Projected, settings: Settings) -> Tiles:
     tile_start, block_start = np.empty(tiles + 1, np.int64), np.empty(tiles + 1, np.int64)
     binning.tile_offsets(pairs_per_tile, blocks_per_tile, tile_start, block_start)
     total = int(tile_start[-1])
-    pairs, runs = np.empty((total, PAIR), np.int32), np.empty((visible, 2), np.int32)
+    pairs, runs = empty((total, PAIR), np.int32), np.empty((visible, 2), np.int32)
     used_before = np.concatenate([[0], np.cumsum(listed)])
     run(
         lambda k: binning.scatter(
@@ -216,9 +214,9 @@ def blend(splats: Array, tiles: Tiles, settings: Settings, background: Array, im
     """Blend into `image` (H, W, X) and `alphas` (H, W); `background` is float32 (4,)."""
     count = len(tiles.tile_start) - 1
     record = Blended(
-        np.empty((count, TILE_PIXELS), np.float32),
+        empty((count, TILE_PIXELS)),
         np.empty(count, np.int64),
-        np.empty(int(tiles.block_start[-1]), np.uint16),
+        empty((int(tiles.block_start[-1]),), np.uint16),
     )
     kernel = pixels.forward_3 if settings.channels <= 3 else pixels.forward_4
     spans = _tile_spans(tiles)
@@ -261,7 +259,7 @@ def blend_backward(
     `v_means2d_abs` (N, 2), of the means in pixels and their absolute sums.
     """
     total = len(tiles.pairs)
-    slots = np.empty((total, SPLAT), np.float32)
+    slots = empty((total, SPLAT))
     used = np.zeros(total, np.uint8)
     kernel = pixels.backward_3 if settings.channels <= 3 else pixels.backward_4
     spans = _tile_spans(tiles)

@@ -6,6 +6,6 @@ Importing this package imports Numba; `odin_nerfstudio.rendering` does so only w
 from odin_nerfstudio.rendering.cpu.cache import kernel_cache
 
 with kernel_cache():  # Numba asks where to cache when a kernel is defined, so define them all here
-    from odin_nerfstudio.rendering.cpu import binning, gradients, pixels, projection
+    from odin_nerfstudio.rendering.cpu import binning, gradients, pixels, projection, reduction
 
-__all__ = ["binning", "gradients", "pixels", "projection"]
+__all__ = ["binning", "gradients", "pixels", "projection", "reduction"]

@@ -16,7 +16,7 @@ def _tensor(name: str, value: Any, shape: tuple[int | None, ...], meaning: str) 
     if not isinstance(value, Tensor):
         raise ValueError(f"{name}: expected a tensor {meaning}, got {type(value).__name__}")
     if value.device.type != "cpu":
-        raise ValueError(f"{name}: is on {value.device}, while means are on the CPU; move all inputs to one device")
+        raise ValueError(f"{name}: is on {value.device}; all inputs must be on the CPU, or all on one CUDA device")
     if value.dtype != torch.float32:
         raise ValueError(f"{name}: must be float32, got {value.dtype}")
     if value.dim() != len(shape) or any(want is not None and want != got for want, got in zip(shape, value.shape)):

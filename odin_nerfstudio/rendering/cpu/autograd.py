@@ -18,7 +18,7 @@ from odin_nerfstudio.rendering.cpu.buffers import Array, empty
 from odin_nerfstudio.rendering.cpu.info import Info, defer_tile_entries
 from odin_nerfstudio.rendering.cpu.layout import G_XX, G_YY, S_OPACITY, SPLAT
 from odin_nerfstudio.rendering.cpu.projection import camera_record
-from odin_nerfstudio.rendering.cpu.scene import Blended, Primitives, Projected, Settings, Tiles
+from odin_nerfstudio.rendering.cpu.records import Blended, Primitives, Projected, Settings, Tiles
 
 
 def _array(tensor: Tensor) -> Array:

@@ -8,6 +8,7 @@ again once nothing refers to them any more.
 from __future__ import annotations
 
 import math
+import os
 import sys
 import threading
 from typing import Any
@@ -23,6 +24,15 @@ _ALIGN = 64  # bytes, a cache line
 
 _lock = threading.Lock()
 _buffers: list[Array] = []
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)  # another thread may have held it during the fork
 
 
 def empty(shape: tuple[int, ...], dtype: DTypeLike = np.float32) -> Array:

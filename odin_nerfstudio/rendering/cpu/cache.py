@@ -19,7 +19,7 @@ import numba
 from numba.core.registry import cpu_target
 
 _HERE = Path(__file__).resolve().parent
-_KERNEL_SOURCES = ("simd", "layout", "harmonics", "projection", "gradients", "binning", "pixels")
+_KERNEL_SOURCES = ("simd", "layout", "harmonics", "projection", "gradients", "binning", "pixels", "reduction")
 
 
 def _sources_digest() -> str:

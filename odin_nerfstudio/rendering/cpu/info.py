@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from odin_nerfstudio.rendering.cpu.layout import P_SPLAT, TILE
-from odin_nerfstudio.rendering.cpu.scene import Projected, Settings, Tiles
+from odin_nerfstudio.rendering.cpu.records import Projected, Settings, Tiles
 
 
 class Info(dict[str, Any]):

@@ -2,85 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 
-from odin_nerfstudio.rendering.cpu import binning, gradients, pixels, projection
+from odin_nerfstudio.rendering.cpu import binning, gradients, pixels, projection, reduction
 from odin_nerfstudio.rendering.cpu.buffers import Array, empty
 from odin_nerfstudio.rendering.cpu.layout import C_POSITION, PAIR, SPLAT, TILE, TILE_PIXELS
+from odin_nerfstudio.rendering.cpu.records import Blended, Primitives, Projected, Settings, Tiles
 from odin_nerfstudio.rendering.threads import render_threads, run
 
 _ROWS_PER_CHUNK = 16384
 # The camera's gradients are summed per so many visible rows, then over these chunks: an order that depends on nothing
 # but the visible rows.
 _VISIBLE_PER_CHUNK = 4096
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What stays the same for all cameras of a call."""
-
-    width: int
-    height: int
-    sh_degree: int  # -1: colours are final values
-    color_channels: int  # channels taken from the colours (0 where only depth is rendered)
-    depth_channel: int  # channel that carries the depth, or -1
-    antialiased: bool
-
-    @property
-    def channels(self) -> int:
-        return self.color_channels + (self.depth_channel >= 0)
-
-    @property
-    def tiles(self) -> tuple[int, int]:
-        """Tiles along x and y."""
-        return (self.width + TILE - 1) // TILE, (self.height + TILE - 1) // TILE
-
-
-@dataclass
-class Primitives:
-    """Contiguous float32 arrays: means (N, 3), quats (N, 4), scales (N, 3), opacities (N,), colors (N, K, 3 or D)."""
-
-    means: Array
-    quats: Array
-    scales: Array
-    opacities: Array
-    colors: Array
-
-
-@dataclass
-class Projected:
-    """One camera's projection of all rows, and the records of the visible ones."""
-
-    radii: Array  # (N,) int32
-    means2d: Array  # (N, 2)
-    depths: Array  # (N,)
-    conics: Array  # (N, 3)
-    opacities: Array  # (N,), compensated
-    rows: Array = field(default_factory=lambda: np.empty(0, np.int64))  # (V,) visible rows, ascending
-    splats: Array = field(default_factory=lambda: np.empty((0, SPLAT), np.float32))  # (V, 16)
-    tile_bound: Array = field(default_factory=lambda: np.empty(0, np.int32))  # (V,)
-
-
-@dataclass
-class Tiles:
-    """Pairs of splats and tiles, listed per tile front to back."""
-
-    tile_start: Array  # (T + 1,) int64
-    block_start: Array  # (T + 1,) int64
-    pairs: Array  # (P, 4) int32, see `layout`
-    runs: Array  # (V, 2) int32: each splat's slots
-
-
-@dataclass
-class Blended:
-    """What blending leaves for the backward pass."""
-
-    transmittance: Array  # (T, 256)
-    processed: Array  # (T,) int64
-    lanes: Array  # (B,) uint16
 
 
 def _spans(count: int, size: int) -> list[tuple[int, int]]:
@@ -286,7 +221,7 @@ def blend_backward(
     )
     chunks = _spans(len(rows), _ROWS_PER_CHUNK)
     run(
-        lambda k: pixels.gather(
+        lambda k: reduction.gather(
             *chunks[k],
             rows,
             splats,
@@ -379,7 +314,7 @@ def background_gradient(record: Blended, settings: Settings, v_image: Array) -> 
     planes = record.transmittance.reshape(down, across, 4, 4, 4, 4).transpose(0, 2, 4, 1, 3, 5)
     weights = planes.reshape(down * TILE, across * TILE)[: settings.height, : settings.width]
     result = np.zeros(4)
-    pixels.weighted_sums(np.ascontiguousarray(weights), v_image, result)
+    reduction.weighted_sums(np.ascontiguousarray(weights), v_image, result)
     return result
 
 

@@ -8,9 +8,13 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import pytest  # noqa: E402  (after the environment is set)
+import pytest
+from hypothesis import settings
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+
+settings.register_profile("odin", derandomize=True, deadline=None)  # the same examples in every run of the suite
+settings.load_profile("odin")
 
 
 @pytest.fixture(scope="session")

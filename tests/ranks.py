@@ -1,0 +1,49 @@
+"""Runs trainings on several ranks, as real processes; one set of processes for many trainings, to save start-up."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from training import small_config
+
+
+def free_port() -> int:
+    """A TCP port that is free now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def _rank(rank: int, ranks: int, port: int, jobs: list[tuple[Path, Path, int, dict[str, Any]]]) -> None:
+    from odin_nerfstudio.glue.launch import Place, join_group
+
+    torch.set_num_threads(1)
+    if ranks > 1:
+        join_group(Place(rank, rank, ranks, ranks), "cpu", f"tcp://127.0.0.1:{port}")
+    for scene, outputs, steps, options in jobs:
+        config = small_config(scene, outputs, steps, **options)
+        config.machine.num_devices = ranks
+        config.set_timestamp()
+        config.viewer.quit_on_train_completion = True
+        if rank == 0:
+            config.save_config()
+        trainer = config.setup(local_rank=rank, world_size=ranks)
+        trainer.setup()
+        trainer.train()
+    if ranks > 1:
+        torch.distributed.destroy_process_group()
+
+
+def run_on_ranks(ranks: int, jobs: list[tuple[Path, Path, int, dict[str, Any]]]) -> None:
+    """Trains each job (scene, outputs, steps, options of ``small_config``) on that many ranks.
+
+    Steps and intervals are those of the options; they are not scaled by the number of views.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    jobs = [(s, o, n, {"pipeline__odin__scale_schedule": False, **options}) for s, o, n, options in jobs]
+    mp.spawn(_rank, args=(ranks, free_port(), jobs), nprocs=ranks, join=True)

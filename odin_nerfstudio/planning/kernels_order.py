@@ -82,8 +82,17 @@ def _pair_change(v, u, gap, indptr, neighbours, written, read, lag_weight):
 
 
 @numba.njit(cache=True, nogil=True)
+def _balance_change(shift, s, r, t, q, step_load, cell_load, balance):
+    """Change of the cost of balance as rank r's load in step s grows by ``shift``, and rank q's in step t shrinks."""
+    change = cell_load.shape[1] * 2 * shift * (cell_load[s, r] - cell_load[t, q] + shift)
+    if s != t:
+        change -= 2 * shift * (step_load[s] - step_load[t] + shift)
+    return balance * change
+
+
+@numba.njit(cache=True, nogil=True)
 def anneal_slots(
-    order, slot_step, slot_rank, free_ranks, period, rank_start, rank_slots, step_load, load, balance,
+    order, slot_step, slot_rank, free_ranks, period, rank_start, rank_slots, step_load, cell_load, load, balance,
     indptr, neighbours, written, read, step_of, rank_of, lag_weight, near, exponential, proposals, first, state,
 ):  # fmt: skip
     """Exchange the views of random pairs of slots. Costs are taken from the graph, without a table, so memory is small
@@ -94,7 +103,8 @@ def anneal_slots(
     free_ranks: Whether views may change rank; else the pairs are of one rank, whose slots are
         rank_slots[rank_start[r]:rank_start[r + 1]].
     period: Steps after which the epoch repeats itself, 0 for never.
-    load, balance: A step's cost is -balance * (sum of its loads)²: that brings views of like cost together.
+    step_load, cell_load, load, balance: Load of each step (steps,), of each rank in it (steps, R), and of each view.
+        The cost of a step is balance * (R * sum over ranks of their load² - (load of the step)²), R² times the variance.
     near: (V, 2 e) extra cost of a view in one of the first (column c < e: c steps after the first) or last steps
         (column e + c: c steps before the last), or no columns.
     first: Temperature at the start; if negative, -first / 1024 times the mean change of cost.
@@ -130,8 +140,8 @@ def anneal_slots(
         if r != q and s != t:
             delta += _pair_change(v, u, _wrap(t - s, period), indptr, neighbours, written, read, lag_weight)
         shift = load[u] - load[v]
-        if s != t:
-            delta -= balance * 2 * shift * (step_load[s - low] - step_load[t - low] + shift)
+        if s != t or r != q:
+            delta += _balance_change(shift, s - low, r, t - low, q, step_load, cell_load, balance)
         for e in range(edge):
             if s - low == e:
                 delta += near[u, e] - near[v, e]
@@ -153,9 +163,10 @@ def anneal_slots(
         order[a], order[b] = u, v
         step_of[v], step_of[u] = t, s
         rank_of[v], rank_of[u] = q, r
-        if s != t:
-            step_load[s - low] += shift
-            step_load[t - low] -= shift
+        cell_load[s - low, r] += shift
+        cell_load[t - low, q] -= shift
+        step_load[s - low] += shift
+        step_load[t - low] -= shift
 
 
 @numba.njit(cache=True, nogil=True)
@@ -189,7 +200,7 @@ def fill_profile(profile, low, indptr, neighbours, written, read, step_of, rank_
 
 @numba.njit(cache=True, nogil=True)
 def anneal_profile(
-    order, slot_step, slot_rank, rank_start, rank_slots, step_load, load, balance,
+    order, slot_step, slot_rank, rank_start, rank_slots, step_load, cell_load, load, balance,
     indptr, neighbours, written, read, step_of, rank_of, lag_weight, profile, exponential, proposals, first, state,
 ):  # fmt: skip
     """As anneal_slots with fixed ranks, with the cost of every view in every step kept in ``profile``: a proposal costs
@@ -209,7 +220,7 @@ def anneal_profile(
         shift = load[u] - load[v]
         delta = (
             profile[v, t - low] - profile[v, s - low] + profile[u, s - low] - profile[u, t - low]
-            - balance * 2 * shift * (step_load[s - low] - step_load[t - low] + shift)
+            + _balance_change(shift, s - low, r, t - low, r, step_load, cell_load, balance)
         )  # fmt: skip
         if s == t:
             continue
@@ -226,12 +237,14 @@ def anneal_profile(
         _spread_cost(profile, u, s, 1, low, r, indptr, neighbours, written, read, rank_of, lag_weight)
         order[a], order[b] = u, v
         step_of[v], step_of[u] = t, s
+        cell_load[s - low, r] += shift
+        cell_load[t - low, r] -= shift
         step_load[s - low] += shift
         step_load[t - low] -= shift
 
 
 @numba.njit(cache=True, nogil=True)
-def total_cost(indptr, neighbours, written, step_of, rank_of, lag_weight, step_load, balance, period):
+def total_cost(indptr, neighbours, written, step_of, rank_of, lag_weight, step_load, cell_load, balance, period):
     """The objective: weighted conflicts between views of different ranks, and the balance of steps."""
     total = np.int64(0)
     for v in range(step_of.shape[0]):
@@ -243,6 +256,8 @@ def total_cost(indptr, neighbours, written, step_of, rank_of, lag_weight, step_l
                     total += written[k] * lag_weight[gap]
     for s in range(step_load.shape[0]):
         total -= balance * step_load[s] * step_load[s]
+        for r in range(cell_load.shape[1]):
+            total += balance * cell_load.shape[1] * cell_load[s, r] * cell_load[s, r]
     return total
 
 

@@ -12,8 +12,8 @@ from odin_nerfstudio.planning.slots import EpochSlots
 
 PROFILE_LIMIT = 1 << 25
 """Entries (views times steps) up to which an epoch's search keeps the cost of every view in every step: 256 MiB."""
-BALANCE = 0.05
-"""Conflict weight that a task's cost deviating by 100 % from its step's mean is worth."""
+BALANCE = 1.5
+"""Conflict weight that a rank's cost in a step deviating by 100 % from the mean rank's is worth, for each lane."""
 LOAD_UNIT = 64
 """Mean of the integer loads in the search; small, so that their squares stay far from overflow."""
 REPEAT = 8
@@ -58,25 +58,26 @@ class Search:
     def make(graph: PairGraph, load: np.ndarray, lag_weight: np.ndarray, lanes: int) -> Search:
         """From loads with a mean of about 1,000."""
         scaled = np.rint(load * (LOAD_UNIT / 1000.0)).astype(np.int64)
-        # With L lanes of mean load U, sum over lanes of (load / U - mean / U)² = const - (sum of loads)² / (L U²).
+        # With R ranks of m lanes of mean load U, m * sum over ranks of ((load - mean load) / (m U))² is
+        # (R * sum of loads² - (sum of loads)²) / (L U²).
         balance = round(BALANCE * int(lag_weight[1]) * ONE / (LOAD_UNIT * LOAD_UNIT * lanes))
         return Search(graph, scaled, lag_weight, balance)
 
-    def place(self, order: np.ndarray, slots: EpochSlots) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Step (V,) and rank (V,) of each view, and the load of each step."""
+    def place(self, order: np.ndarray, slots: EpochSlots) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Step (V,) and rank (V,) of each view, load of each step (steps,) and of each rank in it (steps, R)."""
         step_of, rank_of = np.empty(len(order), np.int64), np.empty(len(order), np.int32)
         step_of[order], rank_of[order] = slots.step, slots.rank
         first = int(slots.step[0])
-        step_load = np.zeros(int(slots.step[-1]) - first + 1, np.int64)
-        np.add.at(step_load, slots.step - first, self.load[order])
-        return step_of, rank_of, step_load
+        cell_load = np.zeros((int(slots.step[-1]) - first + 1, int(slots.rank.max()) + 1), np.int64)
+        np.add.at(cell_load, (slots.step - first, slots.rank), self.load[order])
+        return step_of, rank_of, cell_load.sum(axis=1), cell_load
 
     def cost(self, order: np.ndarray, slots: EpochSlots, period: int = 0) -> int:
         """The objective of one epoch by itself (or repeated with a period, in steps), in units of
-        1 / (ONE lag_weight[1]); a constant that does not depend on the order is left out."""
+        1 / (ONE lag_weight[1])."""
         from odin_nerfstudio.planning import kernels_order
 
-        step_of, rank_of, step_load = self.place(order, slots)
+        step_of, rank_of, step_load, cell_load = self.place(order, slots)
         g = self.graph
         return int(
             kernels_order.total_cost(
@@ -87,6 +88,7 @@ class Search:
                 rank_of,
                 self.lag_weight,
                 step_load,
+                cell_load,
                 self.balance,
                 period,
             )
@@ -126,7 +128,7 @@ class Search:
         order = order.copy()
         if len(order) < 2 or proposals < 1:
             return order
-        step_of, rank_of, step_load = self.place(order, slots)
+        step_of, rank_of, step_load, cell_load = self.place(order, slots)
         by_rank = np.argsort(slots.rank, kind="stable")
         rank_start = np.searchsorted(slots.rank[by_rank], np.arange(int(slots.rank.max()) + 2))
         g = self.graph
@@ -136,7 +138,7 @@ class Search:
         first = -round(heat * 1024)
         exponential = exponential_table(kernels_order.TABLE)
         common = (order, slots.step, slots.rank)
-        lists = (rank_start, by_rank, step_load, self.load, self.balance)
+        lists = (rank_start, by_rank, step_load, cell_load, self.load, self.balance)
         if free_ranks or len(order) * len(step_load) > PROFILE_LIMIT:
             kernels_order.anneal_slots(*common, free_ranks, period, *lists, *edges, step_of, rank_of, self.lag_weight,
                                        near, exponential, proposals, first, state)  # fmt: skip

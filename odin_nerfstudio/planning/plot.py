@@ -34,7 +34,7 @@ def plot_report(report: Report, path: Path, title: str) -> None:
         raise ValueError('plots need matplotlib: pip install "odin-nerfstudio[plots]"') from error
 
     plan = report.plan
-    figure = Figure(figsize=(11, 8.2), dpi=110, layout="constrained")
+    figure = Figure(figsize=(10, 8.6), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     numbers = report.numbers()
     figure.suptitle(
@@ -101,13 +101,15 @@ def _cameras(axes, report: Report) -> None:
     else:
         few = plan.plan_ranks <= 10
         colours = colormaps["tab10"] if few else colormaps["turbo"]
-        colour = [colours(r if few else r / (plan.plan_ranks - 1)) if r >= 0 else (0.6, 0.6, 0.6, 1.0) for r in rank]
-        axes.scatter(xy[:, 0], xy[:, 1], s=size, c=colour, edgecolors="white", linewidths=0.4)
+        fixed = rank >= 0
+        colour = [colours(r if few else r / (plan.plan_ranks - 1)) for r in rank[fixed]]
+        axes.scatter(*xy[fixed].T, s=size, c=colour, edgecolors="white", linewidths=0.4)
+        axes.scatter(*xy[~fixed].T, s=size, c="white", edgecolors="black")
         if few:
             for r in range(plan.plan_ranks):
                 axes.scatter([], [], color=colours(r), s=30, label=f"rank {r}")
             if (rank < 0).any():
-                axes.scatter([], [], color="#999999", s=30, label="any rank")
+                axes.scatter([], [], color="white", edgecolors="black", s=30, label="any rank")
             axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     axes.set_aspect("equal", adjustable="datalim")
 

@@ -113,7 +113,7 @@ class Report:
     def rows(self) -> list[tuple[str, str]]:
         """Labels and values of the table."""
         n = self.numbers()
-        gain = n["gain"]
+        gain, pairs = n["gain"], n["pairs"]
 
         def both(name: str, style: str) -> str:
             return f"rlg {format(n[name]['rlg'], style)}, random {format(n[name]['random'], style)}"
@@ -123,7 +123,7 @@ class Report:
             ("points", f"{n['points']:,} ({n['observations']:,} observations)"),
             ("co-visibility from", n["source"]),
             ("ranks, views per step", f"{n['ranks']}, {n['views_per_step']} ({n['order']} order, seed {n['seed']})"),
-            ("shared by two views", f"{n['pairs']['mean']:.1%} of points on average, nothing by {n['pairs']['zero_share']:.1%}"),
+            ("shared by two views", f"{pairs['mean']:.1%} of points on average, nothing by {pairs['zero_share']:.1%}"),
             ("predicted conflict", both("conflict", ".2%")),
             ("overlap within a step", both("overlap_within_step", ".2%")),
             ("overlap window, steps", both("overlap_window", ".2f")),
@@ -142,7 +142,7 @@ def make_report(
     order: Order = "rlg",
     seed: int = 0,
     max_delay: int = 2,
-    diversity: float = 0.0,
+    diversity: float = 0.02,
     wait: float | None = None,
 ) -> Report:
     """Plan a dataset in RLG and in random order and compare.

@@ -224,7 +224,7 @@ def make_plan(
     max_delay: int = 2,
     cost: np.ndarray | None = None,
     plan_ranks: int | None = None,
-    diversity: float = 0.0,
+    diversity: float = 0.02,
 ) -> Plan:
     """Plan which view each lane of each step renders, and on which rank.
 
@@ -244,9 +244,10 @@ def make_plan(
         cost: Cost of each view in any unit, e.g. measured times. None takes the number of observed points. (V,)
         plan_ranks: Ranks to make the order for, default ``ranks``. Two plans that differ only in ``ranks`` have the
             same views in every step and lane.
-        diversity: Weight of overlap between views of one step on different ranks. Such overlap is no hazard (all lanes
-            read the same version), so by default it costs nothing, and a step tends to look at few places from many
-            sides. A value of 1 counts it like a conflict between neighbouring steps.
+        diversity: Weight of overlap between views of one step on different ranks, relative to a conflict between
+            neighbouring steps. Such overlap is no hazard (all lanes read the same version); the default only decides
+            between orders that are equally free of conflicts. Larger values give steps whose views are spread over the
+            scene, as in random order, at the price of more conflicts: 0.3 is about as diverse as random order.
 
     Raises:
         ValueError: An argument is out of range.

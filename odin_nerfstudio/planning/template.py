@@ -72,7 +72,7 @@ def make_template(search: Search, slots: EpochSlots, lanes: int, ranks: int, see
     best, best_cost = starts[0], None
     for number, start in enumerate(starts):
         order = search.anneal(
-            start, slots, proposals=proposals(views, 3000, 400_000), heat=0.3 if views <= LARGE else 0.05,
+            start, slots, proposals=proposals(views, 3000, 200_000), heat=0.3 if views <= LARGE else 0.05,
             key=(seed, 5, number), free_ranks=True, period=period,
         )  # fmt: skip
         cost = search.cost(order, slots, period)

@@ -1,0 +1,246 @@
+"""How good plans are, and what they cost to make.
+
+    python scripts/bench_plan.py conflict --data FOLDER [FOLDER ...]   # RLG against random order
+    python scripts/bench_plan.py search --data FOLDER [FOLDER ...]     # against a long annealing search
+    python scripts/bench_plan.py forms --data FOLDER [FOLDER ...]      # which RLG form predicts shared footprints
+    python scripts/bench_plan.py scale                                 # time and memory, 100 to 10,000 views
+
+Run with OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 to time one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numba
+import numpy as np
+
+from odin_nerfstudio.planning import colmap
+from odin_nerfstudio.planning.prediction import predict
+from odin_nerfstudio.planning.rlg import relative_locality_graph
+from odin_nerfstudio.planning.schedule import make_plan
+from odin_nerfstudio.planning.slots import rank_of_lanes
+from odin_nerfstudio.planning.synthetic import aerial_tracks
+from odin_nerfstudio.planning.tracks import Tracks, find_model
+from odin_nerfstudio.tools.plan_dataset import training_tracks
+
+RANDOM_ORDERS = 10
+SEEDS = 3
+EPOCHS = 5
+
+
+def conflict(folders: list[Path]) -> None:
+    """Predicted conflict between neighbouring steps and cost imbalance, RLG against the mean of 10 random orders."""
+    print("| set | ranks | conflict random | rlg | ratio | imbalance random | rlg | plan s | epoch ms |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for folder in folders:
+        rlg = relative_locality_graph(training_tracks(folder))
+        for ranks in (2, 4, 8):
+            made, planned, epoch = [], [], []
+            for seed in range(SEEDS):
+                start = time.perf_counter()
+                plan = make_plan(rlg, ranks=ranks, views_per_step=ranks, seed=seed)
+                planned.append(time.perf_counter() - start)
+                for number in range(0, 20, 2):
+                    plan.epoch_order(number)
+                epoch.append((time.perf_counter() - start - planned[-1]) / 10)
+                made.append(predict(plan))
+            random = [
+                predict(make_plan(rlg, ranks=ranks, views_per_step=ranks, seed=s, order="random"))
+                for s in range(RANDOM_ORDERS)
+            ]
+            c, r = (float(np.mean([p.conflict[0] for p in group])) for group in (made, random))
+            ib, ir = (float(np.mean([p.imbalance for p in group])) for group in (made, random))
+            print(
+                f"| {folder.name} | {ranks} | {r:.4f} | {c:.4f} | {c / r:.3f} | {ir:.3f} | {ib:.3f} "
+                f"| {np.mean(planned):.2f} | {1e3 * np.mean(epoch):.1f} |",
+                flush=True,
+            )
+
+
+def search(folders: list[Path]) -> None:
+    """The plan's weighted conflicts against those that a long annealing finds which, unlike the plan, may give a view
+    to another rank each epoch and knows all epochs at once."""
+    lag_weight = np.array([0.0, 1.0, 0.25, 0.0625])
+    print("| set | ranks | random | plan | search | share of the gain |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for folder in folders:
+        rlg = relative_locality_graph(training_tracks(folder))
+        views = np.arange(rlg.views)
+        weights = rlg.between(views[:, None], views[None, :]).astype(np.float64)
+        for ranks in (4, 8):
+            lanes = rank_of_lanes(ranks, ranks)
+            def score(stream: np.ndarray, weights=weights, lanes=lanes) -> float:
+                return stream_conflict(weights, stream, lanes) @ lag_weight[1:]
+
+            def shuffle(seed: int, views=views) -> np.ndarray:
+                rng = np.random.default_rng(seed)
+                return np.concatenate([rng.permutation(views) for _ in range(EPOCHS)])
+
+            random = np.mean([score(shuffle(s)) for s in range(RANDOM_ORDERS)])
+            plans = [make_plan(rlg, ranks=ranks, views_per_step=ranks, seed=s, diversity=0.0) for s in range(SEEDS)]
+            ours = np.mean([score(np.concatenate([p.epoch_order(e) for e in range(EPOCHS)])) for p in plans])
+            found = []
+            for seed in range(SEEDS):
+                stream = shuffle(100 + seed)
+                anneal(weights, stream, len(views), lanes, lag_weight, 6_000_000, 0.5, seed)
+                found.append(score(stream))
+            best = min(found)
+            print(
+                f"| {folder.name} | {ranks} | {random:.4f} | {ours:.4f} | {best:.4f} "
+                f"| {(random - ours) / (random - best):.3f} |",
+                flush=True,
+            )
+
+
+def stream_conflict(weights: np.ndarray, stream: np.ndarray, lanes: np.ndarray) -> np.ndarray:
+    """Mean weight between tasks of different ranks 1, 2 and 3 steps apart."""
+    steps = stream[: len(stream) // len(lanes) * len(lanes)].reshape(-1, len(lanes))
+    other = lanes[:, None] != lanes[None, :]
+    return np.array(
+        [np.mean([weights[np.ix_(a, b)][other].mean() for a, b in zip(steps, steps[d:])]) for d in (1, 2, 3)]
+    )
+
+
+@numba.njit(cache=True)
+def _cost(weights, stream, lanes, slot, lag_weight):
+    count = lanes.shape[0]
+    step, rank, view, total = slot // count, lanes[slot % count], stream[slot], 0.0
+    for d in range(1, lag_weight.shape[0]):
+        for other in range(count):
+            if lanes[other] != rank:
+                before, after = (step - d) * count + other, (step + d) * count + other
+                if before >= 0:
+                    total += lag_weight[d] * weights[stream[before], view]
+                if after < stream.shape[0]:
+                    total += lag_weight[d] * weights[view, stream[after]]
+    return total
+
+
+@numba.njit(cache=True)
+def anneal(weights, stream, views, lanes, lag_weight, proposals, heat, seed):
+    """Plain simulated annealing: exchange any two tasks of one epoch."""
+    np.random.seed(seed)
+    for i in range(proposals):
+        temperature = heat * (1.0 - i / proposals) ** 2 + 1e-9
+        first = np.random.randint(stream.shape[0] // views) * views
+        a, b = first + np.random.randint(views), first + np.random.randint(views)
+        # Both sums hold the pair itself, before and after the exchange; where it matters the two differ little.
+        before = _cost(weights, stream, lanes, a, lag_weight) + _cost(weights, stream, lanes, b, lag_weight)
+        stream[a], stream[b] = stream[b], stream[a]
+        change = _cost(weights, stream, lanes, a, lag_weight) + _cost(weights, stream, lanes, b, lag_weight) - before
+        if change > 0 and np.random.random() >= np.exp(-change / temperature):
+            stream[a], stream[b] = stream[b], stream[a]
+
+
+def forms(folders: list[Path]) -> None:
+    """Correlation, over ordered pairs of views, of both RLG forms with the overlap of projected footprints: every point
+    a disc of splatfacto's initial size, counted where its centre falls into the image (which is what a renderer reads
+    at the start of training, hidden points included), plain and weighted by area."""
+    from odin_nerfstudio.planning.geometry import ViewGeometry, coverage
+    from odin_nerfstudio.planning.tracks import incidence_matrix
+
+    print("| set | form | visible points | visible area |")
+    print("| --- | --- | --- | --- |")
+    for folder in folders:
+        tracks = training_tracks(folder)
+        cameras = _model_cameras(folder, tracks)
+        assert isinstance(cameras, ViewGeometry)
+        rows = [
+            np.sort(cameras.project(v, tracks.xyz.astype(np.float64))[0]).astype(np.int32) for v in range(tracks.views)
+        ]
+        indptr = np.concatenate([[0], np.cumsum([len(r) for r in rows])]).astype(np.int64)
+        incidence = incidence_matrix(indptr, np.concatenate(rows), tracks.points)
+        visible = Tracks(incidence, tracks.names, tracks.xyz, "visible", tracks.centers)
+        truth = [
+            relative_locality_graph(visible),
+            relative_locality_graph(visible, coverage(cameras, incidence, tracks.xyz)),
+        ]
+        weighted = coverage(cameras, tracks.incidence, tracks.xyz)
+        for name, rlg in (
+            ("plain", relative_locality_graph(tracks)),
+            ("by coverage", relative_locality_graph(tracks, weighted)),
+        ):
+            off = ~np.eye(tracks.views, dtype=bool)
+            values = [np.corrcoef(rlg.weights.toarray()[off], t.weights.toarray()[off])[0, 1] for t in truth]
+            print(f"| {folder.name} | {name} | {values[0]:.3f} | {values[1]:.3f} |", flush=True)
+
+
+def _model_cameras(folder: Path, tracks: Tracks):
+    import pycolmap
+
+    from odin_nerfstudio.planning.geometry import ViewGeometry
+
+    model = find_model(folder)
+    assert model is not None and colmap.has_model(model)
+    reconstruction = pycolmap.Reconstruction(str(model))
+    by_name = {image.name: image for image in reconstruction.images.values()}
+    images = [by_name[Path(name).as_posix()] for name in tracks.names]
+    pose = np.tile(np.eye(4), (len(images), 1, 1))
+    pose[:, :3] = [image.cam_from_world().matrix() for image in images]
+    cameras = [reconstruction.cameras[image.camera_id] for image in images]
+    return ViewGeometry(
+        pose,
+        np.stack([c.calibration_matrix() for c in cameras]),
+        np.array([c.width for c in cameras]),
+        np.array([c.height for c in cameras]),
+    )
+
+
+def scale_one(views: int, ranks: int) -> None:
+    """One row of the scale table, in a process of its own so that peak memory is its own."""
+    relative_locality_graph(aerial_tracks(20))  # compile
+    make_plan(relative_locality_graph(aerial_tracks(40)), ranks=2, views_per_step=2).epoch_order(0)
+    tracks = aerial_tracks(views, points_per_view=2000)
+    start = time.perf_counter()
+    rlg = relative_locality_graph(tracks)
+    graph = time.perf_counter() - start
+    plan = make_plan(rlg, ranks=ranks, views_per_step=ranks)
+    planned = time.perf_counter() - start - graph
+    plan.epoch_order(0)
+    epoch = time.perf_counter() - start - graph - planned
+    ours = predict(plan).conflict[0]
+    random = predict(make_plan(rlg, ranks=ranks, views_per_step=ranks, order="random")).conflict[0]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(
+        f"| {views:,} | {ranks} | {tracks.incidence.nnz:,} | {rlg.weights.nnz:,} | {graph:.2f} | {planned:.2f} "
+        f"| {epoch:.2f} | {peak:.2f} | {random:.5f} | {ours:.5f} |",
+        flush=True,
+    )
+
+
+def scale() -> None:
+    """Time and memory on synthetic aerial captures."""
+    print("| views | ranks | observations | edges | graph s | plan s | epoch s | peak GiB | random | rlg |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |", flush=True)
+    for views, ranks in ((100, 8), (1000, 8), (1000, 64), (10_000, 8), (10_000, 64)):
+        subprocess.run(
+            [sys.executable, __file__, "scale-one", "--views", str(views), "--ranks", str(ranks)], check=True
+        )
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["conflict", "search", "forms", "scale", "scale-one"])
+    parser.add_argument("--data", nargs="+", type=Path, default=[])
+    parser.add_argument("--views", type=int, default=100)
+    parser.add_argument("--ranks", type=int, default=8)
+    arguments = parser.parse_args()
+    if arguments.what == "scale":
+        scale()
+    elif arguments.what == "scale-one":
+        scale_one(arguments.views, arguments.ranks)
+    elif not arguments.data:
+        parser.error("--data is needed: COLMAP captures or anything else that odin-plan reads")
+    else:
+        {"conflict": conflict, "search": search, "forms": forms}[arguments.what](arguments.data)
+
+
+if __name__ == "__main__":
+    main()

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import torch
 from nerfstudio.utils.rich_utils import CONSOLE
 
-from odin_nerfstudio.rendering import warm_up
+from odin_nerfstudio import rendering
 
 
 def warm_up_kernels() -> None:
-    """Compiles or loads everything that a step on the CPU needs; a cold compilation is announced."""
-    warm_up(CONSOLE.log)
+    """Compiles or loads everything that a step on the CPU needs; a cold compilation of the rasterizer is announced."""
+    from odin_nerfstudio.rendering.losses import photometric_loss
+    from odin_nerfstudio.runtime.warm_up import warm_up
+
+    rendering.warm_up(CONSOLE.log)
+    image = torch.rand(16, 16, 3, generator=torch.Generator().manual_seed(0))
+    photometric_loss(image.clone().requires_grad_(), image, 0.2).backward()
+    warm_up()

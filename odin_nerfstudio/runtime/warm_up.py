@@ -1,0 +1,52 @@
+"""Compiles the runtime's CPU kernels, or loads them from the cache, before ranks start and each does it for itself."""
+
+from __future__ import annotations
+
+import torch
+
+from odin_nerfstudio.runtime import rows
+from odin_nerfstudio.runtime.adam import OdinAdam, publish_rows
+from odin_nerfstudio.runtime.candidates import MotionBound, ViewTest, candidate_ids
+
+_ROWS = 64
+
+
+def warm_up() -> None:
+    """Calls every kernel once with the types that training uses."""
+    ids = torch.arange(4, dtype=torch.int32)
+    versions = torch.zeros(_ROWS, dtype=torch.int32)
+    mask = torch.ones(_ROWS, dtype=torch.uint8)
+    out = torch.empty_like(mask)
+    table = torch.zeros(_ROWS, 3)
+    flags = torch.zeros(4, dtype=torch.uint8)
+    packed = torch.zeros(4, 3)
+
+    rows.ids_of_mask(mask)
+    rows.gather(table, ids, packed)
+    rows.flag_rows(packed, 3, flags)
+    rows.any_beyond(packed, 3, 4)
+    order, _ = rows.order_active(torch.ones_like(flags), ids, mask)
+    rows.pack(packed, order, 3, packed.clone(), 0)
+    for where in (mask, None):
+        rows.scatter_add(table, ids, packed, 0, 3, where)
+        rows.clear(table, ids, 3, where)
+    rows.publishable(versions, 0, out.zero_(), mask)
+    rows.set_versions(versions, mask, 1)
+    rows.count_older(versions, ids, 1)
+    rows.count_newer(versions, ids, 1)
+    rows.blocked(versions, ids, 1, out)
+    rows.add_counts(out, ids, 1)
+    rows.count_outside(mask, ids)
+
+    test = ViewTest.of(torch.eye(4), torch.diag(torch.tensor([32.0, 32.0, 1.0])), 32, 32)
+    motion = MotionBound.steady(1e-4, 5e-3, (0.9, 0.999), max_lag=2)
+    for known in (versions, None):
+        candidate_ids(table, table, test, motion, versions=known, step=1)
+
+    parameter = torch.nn.Parameter(torch.zeros(_ROWS, 3))
+    parameter.grad = torch.ones(_ROWS, 3)
+    adam = OdinAdam([parameter], lr=1e-3, eps=1e-15)
+    adam.step()
+    moments = [adam.state[parameter][key] for key in ("exp_avg", "exp_avg_sq")]
+    for gradient, which in ((parameter.grad, mask), (packed, ids), (None, mask)):
+        publish_rows(parameter.data, *moments, gradient, which, step=2, lr=1e-3, eps=1e-15)

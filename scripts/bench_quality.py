@@ -10,9 +10,9 @@ own. Times are means per step over the hundred steps before each evaluation, on 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import multiprocessing
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,10 +38,9 @@ class Options:
     """Write all figures here."""
     docs: Path | None = REPOSITORY / "docs" / "results.md"
     """Put the table between the marks of this file."""
-    worker: tyro.conf.Suppress[Path | None] = None
 
 
-def train(folder: Path, steps: list[int], seed: int, outputs: Path) -> list[dict[str, Any]]:
+def train(folder: Path, steps: list[int], seed: int) -> list[dict[str, Any]]:
     """One run in this process: a row of figures at each of ``steps``."""
     from nerfstudio.configs.method_configs import all_methods
     from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParserConfig
@@ -57,7 +56,8 @@ def train(folder: Path, steps: list[int], seed: int, outputs: Path) -> list[dict
     config.pipeline.model.num_downscales = 0
     config.max_num_iterations = max(steps)
     config.machine.seed = seed
-    config.output_dir = outputs
+    outputs = tempfile.TemporaryDirectory()
+    config.output_dir = Path(outputs.name)
     config.vis = "tensorboard"
     config.viewer.quit_on_train_completion = True
     config.steps_per_eval_image = config.steps_per_eval_all_images = config.steps_per_eval_batch = 10**9
@@ -83,6 +83,7 @@ def train(folder: Path, steps: list[int], seed: int, outputs: Path) -> list[dict
 
     trainer.callbacks.append(TrainingCallback([TrainingCallbackLocation.AFTER_TRAIN_ITERATION], measure))
     trainer.train()
+    outputs.cleanup()
     return rows
 
 
@@ -116,19 +117,12 @@ def put_between_marks(file: Path, text: str) -> None:
 def main() -> None:
     """Runs everything."""
     options = tyro.cli(Options, description=__doc__)
-    if options.worker is not None:
-        with tempfile.TemporaryDirectory() as outputs:
-            rows = train(options.folders[0], options.steps, options.seeds[0], Path(outputs))
-        options.worker.write_text(json.dumps(rows))
-        return
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
+    rows: list[dict[str, Any]] = []
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as processes:
         for capture in options.folders:
             for seed in options.seeds:
-                result = Path(folder) / "rows.json"
-                command = [sys.executable, __file__, str(capture), "--seeds", str(seed), "--worker", str(result)]
-                subprocess.run([*command, "--steps", *map(str, options.steps)], check=True)
-                rows += json.loads(result.read_text())
+                rows += processes.submit(train, capture, options.steps, seed).result()
     names = " ".join(capture.name for capture in options.folders)
     seeds = " ".join(map(str, options.seeds))
     command = f"python scripts/bench_quality.py {names} --steps {' '.join(map(str, options.steps))} --seeds {seeds}"

@@ -93,6 +93,7 @@ class Browser:
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
+            env={**os.environ, "TMPDIR": str(self._profile)},
             start_new_session=True,  # a process group of its own, so that the whole of it can be ended
         )
         try:

@@ -21,7 +21,7 @@ import tyro
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PHASES = ("data", "acquire", "render", "loss", "backward", "contribute", "publish", "structural")
-MARKS = ("<!-- bench_quality -->", "<!-- /bench_quality -->")
+MARK = "bench_quality"
 
 
 @dataclass
@@ -104,14 +104,15 @@ def table(rows: list[dict[str, Any]], command: str) -> str:
     return "\n".join(lines)
 
 
-def put_between_marks(file: Path, text: str) -> None:
-    """Replaces what stands between the marks, or appends them."""
+def put_between_marks(file: Path, text: str, mark: str) -> None:
+    """Replaces what stands between ``<!-- mark -->`` and ``<!-- /mark -->``, or appends it."""
+    first, last = f"<!-- {mark} -->", f"<!-- /{mark} -->"
     old = file.read_text() if file.exists() else "# Results\n"
-    if MARKS[0] not in old:
-        old += f"\n{MARKS[0]}\n{MARKS[1]}\n"
-    before, rest = old.split(MARKS[0], 1)
-    after = rest.split(MARKS[1], 1)[1]
-    file.write_text(f"{before}{MARKS[0]}\n{text}\n{MARKS[1]}{after}")
+    if first not in old:
+        old += f"\n{first}\n{last}\n"
+    before, rest = old.split(first, 1)
+    after = rest.split(last, 1)[1]
+    file.write_text(f"{before}{first}\n{text}\n{last}{after}")
 
 
 def main() -> None:
@@ -131,7 +132,7 @@ def main() -> None:
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
     if options.docs:
-        put_between_marks(options.docs, text)
+        put_between_marks(options.docs, text, MARK)
 
 
 if __name__ == "__main__":

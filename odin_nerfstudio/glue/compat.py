@@ -6,9 +6,12 @@ instead.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -49,3 +52,41 @@ def provide_ffmpeg() -> None:
 
     if hasattr(mediapy, "set_ffmpeg"):
         mediapy.set_ffmpeg(imageio_ffmpeg.get_ffmpeg_exe())
+
+
+SMALLEST_SHARE = 4
+"""While the mouse moves, the viewer's frames shrink to no less than this fraction of the chosen resolution."""
+
+
+def steady_viewer() -> None:
+    """Mends two faults of nerfstudio's viewer.
+
+    Reasons: a click on "Hide Train Cams" before the cameras are listed raises inside a lock that is then never
+    released; and the resolution of moving frames is chosen as if the cost were proportional to pixels, so that with
+    the fixed cost of many splats it spirals down to a few dozen pixels.
+    """
+    from nerfstudio.viewer.render_state_machine import RenderStateMachine
+    from nerfstudio.viewer.viewer import Viewer
+
+    if not hasattr(Viewer, "camera_handles"):
+        Viewer.camera_handles = {}
+    original = getattr(RenderStateMachine, "_calculate_image_res", None)
+    if original is None or hasattr(original, "keeps_a_share"):
+        return
+
+    def at_least_a_share(self: Any, aspect_ratio: float) -> tuple[int, int]:
+        height, width = original(self, aspect_ratio)
+        smallest = self.viewer.control_panel.max_res // SMALLEST_SHARE
+        if max(height, width) >= smallest:
+            return height, width
+        factor = smallest / max(height, width)
+        return int(height * factor), int(width * factor)
+
+    at_least_a_share.keeps_a_share = True  # type: ignore[attr-defined]
+    RenderStateMachine._calculate_image_res = at_least_a_share  # type: ignore[method-assign]
+
+
+def end_quickly() -> None:
+    """Keeps Python from collecting everything once more when the process ends, which takes seconds after training."""
+    atexit.unregister(gc.freeze)
+    atexit.register(gc.freeze)

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from nerfstudio.pipelines.base_pipeline import VanillaPipeline, VanillaPipelineConfig
 
-from odin_nerfstudio.glue.compat import provide_ffmpeg
+from odin_nerfstudio.glue.compat import end_quickly, provide_ffmpeg, steady_viewer
 from odin_nerfstudio.glue.odin_datamanager import OdinDataManager, OdinDataManagerConfig
 from odin_nerfstudio.glue.odin_model import OdinSplatfactoModel, OdinSplatfactoModelConfig
 from odin_nerfstudio.glue.odin_options import OdinOptions
@@ -39,6 +39,8 @@ class OdinPipeline(VanillaPipeline):
 
     def __init__(self, config: OdinPipelineConfig, device: str, world_size: int = 1, **kwargs: Any) -> None:
         provide_ffmpeg()
+        steady_viewer()
+        end_quickly()
         # nerfstudio would wrap the model into DDP, whose hooks do not survive a densification
         super().__init__(config, device, world_size=1, **kwargs)
         self.world_size = world_size

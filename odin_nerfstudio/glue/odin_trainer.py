@@ -208,6 +208,8 @@ class OdinTrainer(Trainer):
     def _after_train(self) -> None:
         """nerfstudio's, on rank 0, when the other ranks have been let go: the viewer may stay open for long."""
         self.step = self.finished_step
+        if self.viewer_state is not None and hasattr(self.viewer_state, "update_step"):
+            self.viewer_state.update_step(self.step)  # the page shows the last step that was reported to a browser
         super()._after_train()
 
     # Checkpoints ----------------------------------------------------------------------------------------------

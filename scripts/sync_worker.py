@@ -1,0 +1,89 @@
+"""One rank of scripts/bench_sync.py: alternates modes in one run and measures each stretch. Not for direct use."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from nerfstudio.configs.method_configs import all_methods
+from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParserConfig
+
+from odin_nerfstudio.glue.launch import Place, divide_threads, join_group
+from odin_nerfstudio.glue.odin_trainer import OdinTrainer
+from odin_nerfstudio.runtime.gate import POLICIES
+
+
+def config_for(job: dict[str, Any]) -> Any:
+    """odin-splatfacto at half resolution, without evaluation, starting from a checkpoint."""
+    config: Any = all_methods["odin-splatfacto"]
+    scene = Path(job["scene"])
+    model = next(p for p in ("sparse/0", "colmap/sparse/0") if (scene / p).is_dir())
+    config.pipeline.datamanager.dataparser = ColmapDataParserConfig(
+        data=scene, colmap_path=Path(model), downscale_factor=1, load_3D_points=True
+    )
+    config.pipeline.model.num_downscales = job["downscales"]
+    config.pipeline.model.resolution_schedule = 10**9
+    config.pipeline.odin.views_per_step = job["lanes"]
+    config.pipeline.odin.order = job["order"]
+    config.pipeline.odin.scale_schedule = False
+    config.pipeline.odin.trace = None
+    config.output_dir = Path(job["outputs"])
+    config.timestamp = "bench"
+    config.vis = "tensorboard"
+    config.viewer.quit_on_train_completion = True
+    config.steps_per_save = 10**9
+    config.steps_per_eval_image = config.steps_per_eval_all_images = config.steps_per_eval_batch = 10**9
+    config.logging.steps_per_log = 10**9
+    config.max_num_iterations = 10**9
+    config.load_checkpoint = Path(job["checkpoint"])
+    return config
+
+
+def stretch(trainer: OdinTrainer, mode: str, first: int, steps: int) -> dict[str, Any]:
+    """Trains some steps in a mode; wall time and this rank's telemetry."""
+    engine = trainer.runner.engine
+    engine.drain()
+    engine.use_policy(POLICIES[mode]())
+    engine.telemetry.reset()
+    if dist.is_initialized():
+        dist.barrier()
+    start = time.monotonic()
+    for step in range(first, first + steps):
+        trainer._train_step(step)
+    engine.drain()
+    if dist.is_initialized():
+        dist.barrier()
+    seconds = time.monotonic() - start
+    return {"mode": mode, "seconds": seconds, "steps": steps, **engine.telemetry.summary()}
+
+
+def main() -> None:
+    """Reads a job, runs it, and writes this rank's stretches."""
+    job = json.loads(Path(sys.argv[1]).read_text())
+    place = Place.of_torchrun() or Place(0, 0, 1, 1)
+    divide_threads(job["ranks"])
+    torch.set_num_threads(1)
+    if place.ranks > 1:
+        join_group(place, "cpu")
+    config = config_for(job)
+    config.set_timestamp()
+    trainer = OdinTrainer(config, place.local_rank, place.ranks)
+    trainer.setup()
+    # Structural steps belong to training, not to a comparison of synchronization.
+    trainer.runner.engine.is_structural = lambda step: False
+    trainer.runner.model.strategy.acts_at = lambda step: False  # type: ignore[method-assign]
+    step, results = trainer._start_step, []
+    for mode in ["quality", *job["modes"] * job["repeats"]]:  # the first stretch warms up and is dropped
+        results.append(stretch(trainer, mode, step, job["steps"]))
+        step += job["steps"]
+    Path(f"{job['result']}.{place.rank}").write_text(json.dumps(results[1:]))
+    trainer.runner.engine.close()
+
+
+if __name__ == "__main__":
+    main()

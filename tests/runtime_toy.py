@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -64,7 +64,7 @@ class Toy:
     """Spare columns per primitive, to make messages large."""
     save_at: tuple[int, ...] = ()
     start_from: str = ""
-    reduce: str = "never"
+    reduce: Literal["auto", "always", "never"] = "never"
     announce: bool = False
     """Every rank announces a word, each at another step."""
     fault: str = ""
@@ -219,6 +219,7 @@ class ToyReads:
     """Windows widened by how far Adam can have moved means and scales."""
 
     scene: Scene
+    cameras: RowTable | None = None
 
     def mark(self, step: int, view: int, versions: Tensor, least_lag: int, out: Tensor) -> int:
         scene = self.scene
@@ -227,21 +228,24 @@ class ToyReads:
         move = ADAM_BOUND * lag * 1.001
         x = scene.parameters["means"].detach()[:, 0] - scene.center(view) - scene.cameras["shift"].detach()[view, 0]
         radius = 3.001 * torch.exp(scene.parameters["scales"].detach().max(1).values + oldest["scales"] * move)
-        slack = (oldest["means"] + 1e-3) * move + 1e-5
+        camera_lag = max(least_lag, step - int(self.cameras.versions[view]) if self.cameras is not None else 1)
+        slack = oldest["means"] * move + 1e-3 * ADAM_BOUND * camera_lag + 1e-5
         out.copy_((x.abs() - radius - slack) < HALF)
         return int(out.sum())
 
 
 def make_engine(toy: Toy, scene: Scene, transport: Any) -> Engine:
     start = load(scene, Path(toy.start_from)) if toy.start_from else 0
-    table = RowTable(
-        "primitives", scene.parameters, scene.optimizers, ToyReads(scene), scene.schedule, scene.padding, 64,
-        scene.columns, [DenseTerm("flatness", term_due, flatness)], DensificationStatistics(scene.state),
-    )  # fmt: skip
     cameras = RowTable(
         "cameras", scene.cameras, scene.camera_optimizers, ViewRow(), lambda step: {"shift": 1e-3}, defer=False
     )
-    options = EngineOptions(toy.lookahead, toy.seed, stall=toy.stall, debug=toy.debug, trace=toy.trace)
+    table = RowTable(
+        "primitives", scene.parameters, scene.optimizers, ToyReads(scene, cameras), scene.schedule, scene.padding, 64,
+        scene.columns, [DenseTerm("flatness", term_due, flatness)], DensificationStatistics(scene.state),
+    )  # fmt: skip
+    options = EngineOptions(
+        toy.lookahead, toy.seed, stall=toy.stall, debug=toy.debug, trace=toy.trace, reduce=toy.reduce
+    )
     plan = ToyPlan(toy, transport.world_size)
     return Engine(plan, [table, cameras], transport, POLICIES[toy.mode](), options, scene.structural, start)
 

@@ -25,14 +25,25 @@ def both_modes(name: str, toy: Toy, jitter: float = 0.003) -> dict[str, Toy]:
     return {f"{name}-{mode}": replace(toy, mode=mode, jitter=jitter) for mode in ("barrier", "quality")}
 
 
+def reduced(name: str, toy: Toy) -> dict[str, Toy]:
+    """Both modes with rows summed at their owners, and one run that decides by itself."""
+    modes = ("barrier", "quality")
+    runs = {f"{name}-sums-{mode}": replace(toy, mode=mode, jitter=0.003, reduce="always") for mode in modes}
+    return runs | {f"{name}-auto": replace(toy, jitter=0.003, reduce="auto")}
+
+
 RUNS = {
     1: both_modes("usual", USUAL, 0.0) | both_modes("idle", IDLE, 0.0),
     2: both_modes("usual", USUAL)
     | both_modes("few", FEW_VIEWS)
     | both_modes("idle", IDLE)
-    | both_modes("large", LARGE),
-    3: both_modes("usual", USUAL) | both_modes("two", TWO_LANES, 0.006),
-    4: both_modes("usual", replace(USUAL, lookahead=1)) | both_modes("few", FEW_VIEWS),
+    | both_modes("large", LARGE)
+    | reduced("few", FEW_VIEWS),
+    3: both_modes("usual", USUAL)
+    | both_modes("two", TWO_LANES, 0.006)
+    | reduced("usual", USUAL)
+    | reduced("two", TWO_LANES),
+    4: both_modes("usual", replace(USUAL, lookahead=1)) | both_modes("few", FEW_VIEWS) | reduced("usual", USUAL),
 }
 """By number of ranks. 3 ranks do not divide 4 lanes; with 2 lanes one of them has nothing to do."""
 

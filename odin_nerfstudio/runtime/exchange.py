@@ -12,6 +12,7 @@ from odin_nerfstudio.runtime import messages
 from odin_nerfstudio.runtime.faults import RankFailure
 from odin_nerfstudio.runtime.gate import BARRIER, Decision
 from odin_nerfstudio.runtime.messages import FRAME_WORDS, Contribution
+from odin_nerfstudio.runtime.reduction import OwnerReducer, share_for
 from odin_nerfstudio.runtime.telemetry import now
 from odin_nerfstudio.runtime.transport import Kind, Received, bytes_message, empty_message, message_bytes
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 _PATIENCE = 0.5
 """Seconds between looks at whether the peers that are waited for are still working."""
+_STEPWISE = (Kind.CONTRIBUTION, Kind.SHARE, Kind.SUMS, Kind.PROGRESS)
+"""Messages that belong to a step; their first word is its number."""
 
 
 class Exchange:
@@ -29,14 +32,50 @@ class Exchange:
         self._engine = engine
         self._transport = engine.transport
         self._peers = [r for r in range(engine.transport.world_size) if r != engine.transport.rank]
-        self._early: list[tuple[Contribution, int, float]] = []
+        self._early: list[Received] = []
         self._announced: dict[str, int] = {}
         self._blobs: dict[tuple[int, int], bytes] = {}
         self._round = 0
+        plan, lanes = engine.plan, range(engine.plan.views_per_step)
+        self.reducer = OwnerReducer(
+            self._transport.rank,
+            self._transport.world_size,
+            lambda step: sum(plan.view(step, lane) >= 0 for lane in lanes),
+            self._send_sums,
+        )
+        if self._peers and engine.options.reduce != "never":
+            self._transport.tap = self._tap
 
     # -- contributions
 
-    def send(self, message: Contribution) -> int:
+    def contribute(self, message: Contribution, reduced: bool) -> int:
+        """Stage a contribution of this rank and send it to the peers; returns the bytes sent."""
+        if not reduced:
+            sent = self._send_whole(message)
+            self._engine.frontier.stage(message, now())
+            return sent
+        me, world_size = self._transport.rank, self._transport.world_size
+        sent = 0
+        for peer in self._peers:
+            share = messages.encode(share_for(message, peer, world_size), first=True, rest=True)
+            self._transport.send([peer], Kind.SHARE, share)
+            sent += 4 * share.shape[0]
+        mine = share_for(message, me, world_size)
+        self._engine.frontier.stage(mine, now())
+        self.reducer.add(mine)
+        return sent
+
+    def _tap(self, received: Received) -> None:
+        """In a thread of the transport: sum a step's rows as soon as the last of them is here."""
+        if received.kind == Kind.SHARE:
+            self.reducer.add(messages.decode(received.words))
+
+    def _send_sums(self, sums: Contribution) -> None:
+        words = messages.encode(sums, first=True, rest=True)
+        self._transport.send(self._peers, Kind.SUMS, words)
+        self._transport.deliver(Received(self._transport.rank, Kind.SUMS, words, now()))
+
+    def _send_whole(self, message: Contribution) -> int:
         """Send a contribution to all peers, in two messages if rows are deferred; returns the bytes."""
         if not self._peers:
             return 0
@@ -78,41 +117,44 @@ class Exchange:
                 begin = now()  # somebody is busy or paused on purpose
             limit = self._engine.options.stall
             if now() - begin > limit:
-                awaited = {plan.rank(a.step, a.lane) for a in decision.awaited} or set(self._peers)
+                awaited = {a.rank(plan.rank) for a in decision.awaited} or set(self._peers)
                 for rank in sorted(r for r in awaited if r in reports and reports[r].answers):
                     reason = f"has not contributed for {limit:g} s, though its process answers (from its step"
                     raise RankFailure(rank, f"{reason} {reports[rank].step})").at(step, self._words(decision))
 
     def _words(self, decision: Decision) -> str:
         plan = self._engine.plan
-        names = [f"step {a.step} lane {a.lane} of rank {plan.rank(a.step, a.lane)}" for a in decision.awaited[:4]]
+        names = [
+            f"step {a.step} {f'lane {a.lane}' if a.lane >= 0 else 'sums'} of rank {a.rank(plan.rank)}"
+            for a in decision.awaited[:4]
+        ]
         more = f" and {len(decision.awaited) - 4} more" if len(decision.awaited) > 4 else ""
         return f"{', '.join(names) or 'a peer'}{more} ({decision.hazard or BARRIER})"
 
     def _take(self, received: Received) -> None:
-        if received.kind == Kind.CONTRIBUTION:
-            message = messages.decode(received.words)
-            self._take_contribution(message, received.peer, received.arrival)
-            self._engine.telemetry.record(message.step).received += 4 * received.words.shape[0]
-        elif received.kind == Kind.PROGRESS:
+        if received.kind in _STEPWISE:
             step = int(received.words[FRAME_WORDS])
-            self._engine.frontier.staging(step).settle(received.peer)
+            if self._engine.crosses_structure(step):
+                self._early.append(received)
+            elif received.kind == Kind.PROGRESS:
+                self._engine.frontier.staging(step).settle(received.peer)
+            else:
+                self._take_contribution(received)
         elif received.kind == Kind.NOTE:
-            step, word = message_bytes(received.words).decode().split(" ", 1)
-            self._note(word, int(step))
+            number, word = message_bytes(received.words).decode().split(" ", 1)
+            self._note(word, int(number))
         elif received.kind == Kind.BLOB:
             data = message_bytes(received.words)
             self._blobs[(received.peer, int.from_bytes(data[:8], "little"))] = data[8:]
         else:
             raise RuntimeError(f"rank {received.peer} sent an unexpected message of kind {received.kind.name}")
 
-    def _take_contribution(self, message: Contribution, peer: int, arrival: float) -> None:
-        engine = self._engine
-        if engine.crosses_structure(message.step):
-            self._early.append((message, peer, arrival))
-            return
+    def _take_contribution(self, received: Received) -> None:
+        engine, peer = self._engine, received.peer
+        message = messages.decode(received.words)
         step, lane = message.step, message.lane
-        if not 0 <= lane < engine.plan.views_per_step or engine.plan.rank(step, lane) != peer:
+        sender = -1 - lane if lane < 0 else engine.plan.rank(step, lane) if lane < engine.plan.views_per_step else -1
+        if sender != peer:
             raise RuntimeError(
                 f"rank {peer} sent step {step} lane {lane}, which the plan gives to another rank; the plans differ"
             )
@@ -120,6 +162,14 @@ class Exchange:
             raise RuntimeError(
                 f"rank {peer} sent step {step} lane {lane} again; everything before {engine.low} is published"
             )
+        size = 4 * received.words.shape[0]
+        record = engine.telemetry.record(step)
+        if peer == self._transport.rank:
+            record.sent += size * len(self._peers)
+        else:
+            record.received += size
+        if received.kind == Kind.SHARE:
+            self.reducer.add(message)  # ignored if the transport's thread has brought it
         for section, table in zip(message.tables, engine.tables, strict=True):
             width = table.layout(step).total
             if section.total != table.count or section.first_rows.shape[1] != width:
@@ -127,13 +177,13 @@ class Exchange:
                     f"rank {peer} sent step {step} lane {lane} for {section.total} rows of table {table.name} in"
                     f" {section.first_rows.shape[1]} columns; this rank has {table.count} in {width}"
                 )
-        engine.frontier.stage(messages.to_device(message, engine.tables[0].device), arrival)
+        engine.frontier.stage(messages.to_device(message, engine.tables[0].device), received.arrival)
 
     def release(self) -> None:
-        """After a structural step: take in the contributions that arrived too early for it."""
+        """After a structural step: take in the messages that arrived too early for it."""
         early, self._early = self._early, []
-        for message, peer, arrival in early:
-            self._take_contribution(message, peer, arrival)
+        for received in early:
+            self._take(received)
 
     # -- words, at the same step on all ranks
 

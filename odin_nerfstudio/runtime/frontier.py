@@ -12,6 +12,7 @@ from odin_nerfstudio.runtime import hazards
 from odin_nerfstudio.runtime.gate import Awaited, GatePolicy
 from odin_nerfstudio.runtime.messages import Contribution
 from odin_nerfstudio.runtime.publication import Publisher
+from odin_nerfstudio.runtime.reduction import ReducedStaging, Traffic
 from odin_nerfstudio.runtime.staging import Phase, StepStaging
 from odin_nerfstudio.runtime.store import RowTable
 from odin_nerfstudio.runtime.telemetry import StepRecord, Telemetry
@@ -62,6 +63,11 @@ class Frontier:
         self.on_step: Callable[[StepRecord], None] | None = None
         self.gate_times: dict[int, float] = {}
         """When this rank first wanted to start a task of a step (monotonic clock)."""
+        self.reduced = False
+        """Rows of new steps are summed by their owners; changes at structural steps only."""
+        self.traffic: Traffic | None = None
+        """Counts what reducing would save; None: not of interest."""
+        self.on_retire: Callable[[int], None] | None = None
         self._steps: dict[int, StepStaging] = {}
         self._complete_at = 0.0
 
@@ -75,7 +81,11 @@ class Frontier:
             views = [self.plan.view(step, n) for n in lanes]
             working = {self.plan.rank(step, n) for n in lanes if views[n] >= 0}
             silent = set(range(self.world_size)) - working
-            staged = self._steps[step] = StepStaging(step, views, self.tables, silent)
+            if self.reduced:
+                staged = ReducedStaging(step, views, self.tables, silent, self.world_size)
+            else:
+                staged = StepStaging(step, views, self.tables, silent)
+            self._steps[step] = staged
         return staged
 
     def stage(self, message: Contribution, arrival: float) -> None:
@@ -158,6 +168,10 @@ class Frontier:
     def _retire(self, staged: StepStaging) -> None:
         step = staged.step
         del self._steps[step]
+        if self.traffic is not None:
+            self.traffic.count(staged, self.tables[0])
+        if self.on_retire is not None:
+            self.on_retire(step)
         self.low = step + 1
         if self.low in self._steps:
             self._steps[self.low].changed = True  # its rows could not go further than the retired step so far

@@ -22,10 +22,14 @@ RAW, BARRIER, LOOKAHEAD, STRUCTURAL, DRAIN = "raw", "barrier", "lookahead", "str
 
 @dataclass(frozen=True)
 class Awaited:
-    """A contribution that a gate waits for."""
+    """What a gate waits for: a task's contribution, or (lane = -1 - rank) the sums of an owner of rows."""
 
     step: int
     lane: int
+
+    def rank(self, rank_of: Callable[[int, int], int]) -> int:
+        """The rank that it comes from. rank_of: rank of a step's lane."""
+        return rank_of(self.step, self.lane) if self.lane >= 0 else -1 - self.lane
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,8 @@ def _missing(steps: Sequence[StepStaging]) -> tuple[Awaited, ...]:
 
 def _holds(staged: StepStaging, number: int, waiting: Sequence[Tensor]) -> bool:
     """Whether a lane is one of those that rows wait for."""
+    if number < 0:
+        return True
     lane = staged.lanes[number]
     for k, ids in enumerate(waiting):
         index = ids.long()

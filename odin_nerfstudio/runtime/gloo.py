@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -78,6 +78,7 @@ class GlooTransport:
         self.limits = limits or FaultLimits()
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.bytes_sent = self.bytes_received = 0
+        self.tap: Callable[[Received], None] | None = None
         self.inbox = Inbox()
         self.deadline = Deadline(self.limits.exit_grace)
         self._step, self._activity = -1, Activity.SETUP
@@ -105,6 +106,9 @@ class GlooTransport:
         frame(words, kind, self._step, self._activity)
         for number in peers:
             self._enqueue(self._peers[number], words)
+
+    def deliver(self, message: Received) -> None:
+        self.inbox.put(message)
 
     def receive(self, timeout: float | None) -> Received | None:
         return self.inbox.get(timeout)
@@ -242,7 +246,13 @@ class GlooTransport:
             frame(bye := empty_message(), Kind.BYE, self._step, self._activity)
             self._enqueue(peer, bye, urgent=True)  # the peer stays until it knows that its reason has arrived
         elif kind != Kind.HEARTBEAT:
-            self.inbox.put(Received(peer.rank, kind, words, arrived))
+            received = Received(peer.rank, kind, words, arrived)
+            if self.tap is not None:
+                try:
+                    self.tap(received)
+                except Exception as error:
+                    self.fail(RankFailure(self.rank, f"could not use a message of rank {peer.rank}: {error}"))
+            self.inbox.put(received)
         return False
 
     def _lost(self, peer: _Peer, error: Exception) -> None:

@@ -2,10 +2,11 @@
 
 A task sends message 1 with all ids of its active rows and the rows that the receivers' next tasks may read, and message
 2 with the other rows and the densification statistics. Without all ids in message 1 a receiver could not tell "later"
-from "untouched". Where nothing is deferred, one message carries both parts.
+from "untouched". Where nothing is deferred, one message carries both parts. Where rows are summed by their owners
+(`reduction`), a *share* carries all ids and the statistics, but only the receiver's rows.
 
     frame header  FRAME_WORDS words, filled by the transport
-    body header   step, lane, parts (1: first, 2: rest), tables, statistics rows, 3 spare
+    body header   step, lane, parts (1: first, 2: rest, 4: share), tables, statistics rows, 3 spare
     per table     ids, first, columns, rows of the table
     part 1        per table: ids, first rows
     part 2        per table: other rows; then statistics ids, norms, radii
@@ -23,7 +24,7 @@ FRAME_WORDS = 16
 """Words in front of every message that belong to the transport."""
 _BODY_WORDS = 8
 _TABLE_WORDS = 4
-FIRST, REST = 1, 2
+FIRST, REST, SHARE = 1, 2, 4
 
 Triple = tuple[Tensor, Tensor, Tensor]
 
@@ -55,10 +56,14 @@ class Contribution:
     """Ids [m] int32, 2D gradient norms [m] float32, radii [m] float32 of the visible primitives."""
     has_first: bool = True
     has_rest: bool = True
+    share: bool = False
+    """Of the ids, only the first `first` rows that the receiver owns are here; others never come."""
 
     @property
     def deferred(self) -> int:
         """Rows that are not in message 1."""
+        if self.share:
+            return 0
         return sum(s.ids.shape[0] - s.first for s in self.tables)
 
 
@@ -76,7 +81,7 @@ def _size(message: Contribution, first: bool, rest: bool) -> int:
     for s in message.tables:
         if first:
             words += s.ids.shape[0] + s.first_rows.numel()
-        if rest:
+        if rest and not message.share:
             words += s.rest_rows.numel()
     if rest and message.statistics is not None:
         words += 3 * message.statistics[0].shape[0]
@@ -91,14 +96,24 @@ def encode(message: Contribution, *, first: bool, rest: bool) -> Tensor:
     """
     for k, s in enumerate(message.tables):
         n, width = s.ids.shape[0], s.first_rows.shape[1]
-        if s.first_rows.shape != (s.first, width) or s.rest_rows.shape != (n - s.first, width) or s.first > n:
+        later = 0 if message.share else n - s.first
+        if s.first_rows.shape != (s.first, width) or s.rest_rows.shape != (later, width) or s.first > n:
             raise ValueError(
                 f"step {message.step} lane {message.lane} table {k}: {n} ids, {s.first} first, but rows"
                 f" {tuple(s.first_rows.shape)} and {tuple(s.rest_rows.shape)}"
             )
     statistics = message.statistics if rest else None
     count = statistics[0].shape[0] if statistics is not None else -1
-    head = [message.step, message.lane, FIRST * first + REST * rest, len(message.tables), count, 0, 0, 0]
+    head = [
+        message.step,
+        message.lane,
+        FIRST * first + REST * rest + SHARE * message.share,
+        len(message.tables),
+        count,
+        0,
+        0,
+        0,
+    ]
     for s in message.tables:
         head += [s.ids.shape[0], s.first, s.first_rows.shape[1], s.total]
     buffer = torch.empty(_size(message, first, rest), dtype=torch.int32)
@@ -110,7 +125,8 @@ def encode(message: Contribution, *, first: bool, rest: bool) -> Tensor:
             at = _write(buffer, at, s.first_rows)
     if rest:
         for s in message.tables:
-            at = _write(buffer, at, s.rest_rows)
+            if not message.share:
+                at = _write(buffer, at, s.rest_rows)
         if statistics is not None:
             for values in statistics:
                 at = _write(buffer, at, values)
@@ -127,13 +143,13 @@ def decode(buffer: Tensor) -> Contribution:
     at = FRAME_WORDS
     head = buffer[at : at + _BODY_WORDS].tolist()
     step, lane, parts, tables, count = head[:5]
-    first, rest = bool(parts & FIRST), bool(parts & REST)
+    first, rest, share = bool(parts & FIRST), bool(parts & REST), bool(parts & SHARE)
     at += _BODY_WORDS
     shapes = buffer[at : at + _TABLE_WORDS * tables].view(tables, _TABLE_WORDS).tolist()
     at += _TABLE_WORDS * tables
     expected = at
     for n, front, width, _ in shapes:
-        expected += (n + front * width if first else 0) + ((n - front) * width if rest else 0)
+        expected += (n + front * width if first else 0) + ((n - front) * width if rest and not share else 0)
     expected += 3 * count if rest and count > 0 else 0
     if expected != buffer.shape[0]:
         raise RuntimeError(
@@ -158,10 +174,11 @@ def decode(buffer: Tensor) -> Contribution:
     statistics = None
     if rest:
         for section, (n, front, width, _) in zip(sections, shapes):
-            section.rest_rows = take((n - front) * width, torch.float32).view(n - front, width)
+            if not share:
+                section.rest_rows = take((n - front) * width, torch.float32).view(n - front, width)
         if count >= 0:
             statistics = (take(count), take(count, torch.float32), take(count, torch.float32))
-    return Contribution(step, lane, sections, statistics, first, rest)
+    return Contribution(step, lane, sections, statistics, first, rest, share)
 
 
 def to_device(message: Contribution, device: torch.device) -> Contribution:

@@ -41,7 +41,7 @@ class Publisher:
         for k, table in enumerate(self.tables):
             if self.debug:
                 hazards.check_publication(table, staged.step)
-            parts = [part for lane in staged.lanes for part in lane.parts[k]]
+            parts = staged.parts(k)
             self._accumulate(table, staged.step, parts, None)
             rates = table.schedule(staged.step)
             for name in table.names:
@@ -71,7 +71,7 @@ class Publisher:
             count = rows.publishable(table.versions, staged.step, staged.pending[k], mask)
             if not count:
                 continue
-            parts = [part for lane in staged.lanes for part in lane.parts[k]]
+            parts = staged.parts(k)
             self._accumulate(table, staged.step, parts, mask)
             rates = table.schedule(staged.step)
             for name in table.names:

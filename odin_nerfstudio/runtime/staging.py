@@ -143,10 +143,18 @@ class StepStaging:
         lane.candidates = None
         lane.phase = Phase.IDS
 
+    def parts(self, table: int) -> list[tuple[Tensor, Tensor]]:
+        """What is to be summed for a table, in order: ids [n] int32 and gradient rows [n, C]."""
+        return [part for lane in self.lanes for part in lane.parts[table]]
+
+    def touched(self, table: int) -> list[Tensor]:
+        """Ids of each contribution to a table. [n] int32 each."""
+        return [ids for ids, _ in self.parts(table)]
+
     def rows_of(self, table: int) -> int:
         """Rows of a table."""
         return self._tables[table].count
 
     def staged_rows(self) -> int:
         """Gradient rows held, over all lanes and tables."""
-        return sum(ids.shape[0] for lane in self.lanes for parts in lane.parts for ids, _ in parts)
+        return sum(ids.shape[0] for k in range(len(self._tables)) for ids, _ in self.parts(k))

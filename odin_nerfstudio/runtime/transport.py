@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
@@ -32,7 +32,8 @@ class Kind(IntEnum):
     PROGRESS = 5
     NOTE = 6
     BLOB = 7
-    REDUCED = 8
+    SHARE = 8
+    SUMS = 9
 
 
 class Activity(IntEnum):
@@ -79,9 +80,15 @@ class Transport(Protocol):
     world_size: int
     bytes_sent: int
     bytes_received: int
+    tap: Callable[[Received], None] | None
+    """Called with every message as soon as it has arrived, in a thread of the transport."""
 
     def send(self, peers: Iterable[int], kind: Kind, words: Tensor) -> None:
         """Queue a message for some peers. The words must not change afterwards."""
+        ...
+
+    def deliver(self, message: Received) -> None:
+        """Put a message of this rank's own in line with those of the peers."""
         ...
 
     def receive(self, timeout: float | None) -> Received | None:
@@ -146,10 +153,14 @@ class LocalTransport:
     def __init__(self) -> None:
         self.rank, self.world_size = 0, 1
         self.bytes_sent = self.bytes_received = 0
+        self.tap: Callable[[Received], None] | None = None
 
     def send(self, peers: Iterable[int], kind: Kind, words: Tensor) -> None:
         if list(peers):
             raise ValueError("a run with one rank has no peers to send to")
+
+    def deliver(self, message: Received) -> None:
+        raise ValueError("a run with one rank has no messages")
 
     def receive(self, timeout: float | None) -> Received | None:
         if timeout != 0:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -248,9 +249,10 @@ def test_plan_does_not_depend_on_the_process(tmp_path: Path) -> None:
         ({"diversity": -1.0}, "diversity"),
     ],
 )
-def test_bad_arguments_are_named(change: dict, message: str) -> None:
+def test_bad_arguments_are_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make_plan(random_rlg(6, 0), **({"ranks": 2, "views_per_step": 4} | change))
+        arguments: dict[str, Any] = {"ranks": 2, "views_per_step": 4}
+        make_plan(random_rlg(6, 0), **(arguments | change))
 
 
 def test_planning_imports_neither_nerfstudio_nor_torch() -> None:

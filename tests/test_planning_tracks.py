@@ -68,7 +68,7 @@ def test_agrees_with_pycolmap(captures: Path) -> None:
     for row, image in enumerate(images):
         seen = [reconstruction.points3D[p.point3D_id].xyz for p in image.points2D if p.has_point3D()]
         mine = tracks.xyz[tracks.incidence[[row]].indices]
-        np.testing.assert_allclose(np.unique(mine, axis=0), np.unique(np.float32(seen), axis=0), atol=1e-6)
+        np.testing.assert_allclose(np.unique(mine, axis=0), np.unique(np.array(seen, np.float32), axis=0), atol=1e-6)
         np.testing.assert_allclose(tracks.centers[row], image.projection_center(), atol=1e-9)
 
 

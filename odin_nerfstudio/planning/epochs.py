@@ -59,7 +59,7 @@ def make_epoch(plan: Plan, search: Search, epoch: int, neighbours: dict[int, np.
     }
     order = search.anneal(
         _turned_template(plan, epoch, slots), slots,
-        proposals=proposals(plan.views, 800, 60_000), heat=0.3 if plan.views <= LARGE else 0.05,
+        proposals=proposals(plan.views, 800, 60_000), heat=0.12 if plan.views <= LARGE else 0.05,
         key=(plan.seed, epoch, 3), before=around.get(epoch - 1), after=around.get(epoch + 1),
     )  # fmt: skip
     return _part_twins(plan, epoch, order, slots, neighbours, by_rank=True)

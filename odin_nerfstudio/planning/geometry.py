@@ -12,6 +12,7 @@ from scipy.spatial import KDTree
 POINTS_PER_CELL = 4
 DEPTH_TOLERANCE = 0.15
 SAMPLES_PER_VIEW = 512
+MOST_SAMPLES = 100_000
 ASSUMED_OVERLAP = 0.7
 
 
@@ -102,7 +103,7 @@ def _visible(cameras: ViewGeometry, view: int, xyz: np.ndarray) -> np.ndarray:
 def frustum_incidence(cameras: ViewGeometry, seed: int = 0) -> tuple[sparse.csr_matrix, np.ndarray]:
     """Overlap of view frusta, by samples: the last resort, since nothing is known of the scene but its cameras.
 
-    Each view throws ``SAMPLES_PER_VIEW`` points into its own frustum, at 0.5 to 1.5 times the depth of the scene; a
+    Each view throws ``SAMPLES_PER_VIEW`` points (fewer if that makes more than ``MOST_SAMPLES``) into its own frustum, at 0.5 to 1.5 times the depth of the scene; a
     view sees the points of all that fall into its image no deeper than twice its own scene depth. The depth is the
     distance to the point that all cameras look at where most do (an orbit), else the one at which neighbouring images
     would overlap by ``ASSUMED_OVERLAP`` (a flight over terrain).
@@ -112,13 +113,14 @@ def frustum_incidence(cameras: ViewGeometry, seed: int = 0) -> tuple[sparse.csr_
         seed: Seeds the samples.
 
     Returns:
-        (V, P) CSR bool with P = V * SAMPLES_PER_VIEW, and the samples (P, 3) float32.
+        (V, P) CSR bool, and the samples (P, 3) float32.
     """
     depth = _scene_depth(cameras)
+    count = max(8, min(SAMPLES_PER_VIEW, MOST_SAMPLES // max(cameras.views, 1)))
     rng = np.random.default_rng([seed, 0x0D14])
     parts = []
     for view in range(cameras.views):
-        u = rng.random((SAMPLES_PER_VIEW, 3))
+        u = rng.random((count, 3))
         z = depth[view] * (0.5 + u[:, 2])
         pixels = np.stack([u[:, 0] * cameras.width[view], u[:, 1] * cameras.height[view], np.ones(len(u))], axis=1)
         local = (pixels @ np.linalg.inv(np.asarray(cameras.K[view], np.float64)).T) * z[:, None]

@@ -104,7 +104,7 @@ def anneal_slots(
         rank_slots[rank_start[r]:rank_start[r + 1]].
     period: Steps after which the epoch repeats itself, 0 for never.
     step_load, cell_load, load, balance: Load of each step (steps,), of each rank in it (steps, R), and of each view.
-        The cost of a step is balance * (R * sum over ranks of their load² - (load of the step)²), R² times the variance.
+        A step costs balance * (R * sum over ranks of their load² - (load of the step)²), R² times their variance.
     near: (V, 2 e) extra cost of a view in one of the first (column c < e: c steps after the first) or last steps
         (column e + c: c steps before the last), or no columns.
     first: Temperature at the start; if negative, -first / 1024 times the mean change of cost.

@@ -103,10 +103,10 @@ def _visible(cameras: ViewGeometry, view: int, xyz: np.ndarray) -> np.ndarray:
 def frustum_incidence(cameras: ViewGeometry, seed: int = 0) -> tuple[sparse.csr_matrix, np.ndarray]:
     """Overlap of view frusta, by samples: the last resort, since nothing is known of the scene but its cameras.
 
-    Each view throws ``SAMPLES_PER_VIEW`` points (fewer if that makes more than ``MOST_SAMPLES``) into its own frustum, at 0.5 to 1.5 times the depth of the scene; a
-    view sees the points of all that fall into its image no deeper than twice its own scene depth. The depth is the
-    distance to the point that all cameras look at where most do (an orbit), else the one at which neighbouring images
-    would overlap by ``ASSUMED_OVERLAP`` (a flight over terrain).
+    Each view throws ``SAMPLES_PER_VIEW`` points (fewer if all would make more than ``MOST_SAMPLES``) into its own
+    frustum, at 0.5 to 1.5 times the depth of the scene; a view sees the points of all that fall into its image no
+    deeper than twice its own scene depth. The depth is the distance to the point that all cameras look at where most do
+    (an orbit), else the one at which neighbouring images would overlap by ``ASSUMED_OVERLAP`` (a flight over terrain).
 
     Args:
         cameras: The views.

@@ -247,7 +247,7 @@ def make_plan(
         diversity: Weight of overlap between views of one step on different ranks, relative to a conflict between
             neighbouring steps. Such overlap is no hazard (all lanes read the same version); the default only decides
             between orders that are equally free of conflicts. Larger values give steps whose views are spread over the
-            scene, as in random order, at the price of more conflicts: 0.3 is about as diverse as random order.
+            scene, as in random order, at the price of more conflicts: 0.3 is nearly as diverse as random order.
 
     Raises:
         ValueError: An argument is out of range.

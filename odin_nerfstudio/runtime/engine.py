@@ -32,8 +32,7 @@ Public API, in the order of use::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -42,7 +41,6 @@ from torch import Tensor
 
 from odin_nerfstudio.runtime import contributions, hazards, rows
 from odin_nerfstudio.runtime.exchange import Exchange
-from odin_nerfstudio.runtime.faults import RankFailure
 from odin_nerfstudio.runtime.frontier import Frontier, TaskPlan
 from odin_nerfstudio.runtime.gate import (
     BARRIER,
@@ -56,6 +54,7 @@ from odin_nerfstudio.runtime.gate import (
 )
 from odin_nerfstudio.runtime.keyed import keyed_randomness
 from odin_nerfstudio.runtime.publication import Publisher
+from odin_nerfstudio.runtime.ranks import Rank
 from odin_nerfstudio.runtime.reduction import Traffic
 from odin_nerfstudio.runtime.shadow import Shadow, ShadowPool, Task
 from odin_nerfstudio.runtime.store import PublishedStore, RowTable
@@ -85,7 +84,7 @@ class EngineOptions:
             raise ValueError(f"lookahead, stall, reduce: {self.lookahead}, {self.stall}, {self.reduce} make no sense")
 
 
-class Engine:
+class Engine(Rank):
     """Drives the replica of this rank; see the module's text."""
 
     def __init__(
@@ -105,6 +104,7 @@ class Engine:
         self.transport: Transport = transport or LocalTransport()
         self.policy: GatePolicy = policy or QualityPolicy()
         self.options = options or EngineOptions()
+        self.lookahead = self.options.lookahead
         self.is_structural = is_structural
         self.telemetry = Telemetry(self.transport.rank, self.options.trace)
         self.publisher = Publisher(tables, self.options.debug)
@@ -182,7 +182,7 @@ class Engine:
             self.tables,
             self.frontier.outstanding,
             self.frontier.track,
-            self.options.lookahead,
+            self.lookahead,
         )
         while not (decision := self.policy.decide(gate)).open:
             if self.policy.partial:
@@ -269,7 +269,7 @@ class Engine:
         if not self.tasks(step):
             self._exchange.send_progress(step)
             self.frontier.staging(step).settle(self.transport.rank)
-            while self.frontier.low < step - self.options.lookahead:
+            while self.frontier.low < step - self.lookahead:
                 self._await(step, Decision(LOOKAHEAD, self.frontier.missing()))
                 self.frontier.publish_ready(step)
         self._exchange.poll()
@@ -330,62 +330,9 @@ class Engine:
             self.frontier.reduced = self.frontier.traffic.decide(self.frontier.reduced)
         self._exchange.release()
 
-    def check_ranks(self) -> None:
-        """Compare all ranks' states; collective, at a drain.
-
-        Raises:
-            RuntimeError: They differ; names the tensors and the ranks.
-        """
-        self._exchange.compare(self.store.digests(), self.frontier.current)
-
     def crosses_structure(self, step: int) -> bool:
         """Whether a structural step that is still to be done lies before a step."""
         return any(self.is_structural(s) for s in range(max(self.frontier.low - 1, self._surgery_done + 1), step))
-
-    # -- ranks
-
-    def announce(self, word: str) -> int:
-        """Tell every rank a word that takes effect at the same step on all; returns that step."""
-        step = self.frontier.current + self.options.lookahead + 3
-        self._exchange.announce(word, step)
-        return step
-
-    def due(self, step: int) -> list[str]:
-        """Announced words that take effect at the start of a step, in alphabetical order."""
-        self._exchange.poll()
-        return self._exchange.due(step)
-
-    @contextmanager
-    def busy(self, activity: Activity = Activity.BUSY) -> Iterator[None]:
-        """Let peers wait without limit meanwhile: evaluation, checkpoints, a pause."""
-        self.transport.report(self.frontier.current, activity)
-        try:
-            yield
-        finally:
-            self.transport.report(self.frontier.current, Activity.TRAINING)
-
-    def idle(self, seconds: float) -> None:
-        """Take in messages for some time, as a paused rank does. Raises RankFailure if a rank fails."""
-        self._exchange.idle(seconds)
-
-    def collect(self) -> list[dict[str, float]] | None:
-        """All ranks' telemetry totals on rank 0, None elsewhere; collective, at a drain."""
-        return self._exchange.gather_summaries(self.telemetry.summary())
-
-    def gather(self, data: bytes) -> list[bytes] | None:
-        """All ranks' data on rank 0, None elsewhere; collective, at a drain."""
-        return self._exchange.gather(data)
-
-    def close(self) -> None:
-        """Leave in good order; returns when every rank has called it."""
-        self.transport.close()
-
-    def abort(self, error: BaseException) -> None:
-        """Tell the peers that this rank cannot go on."""
-        if isinstance(error, RankFailure):
-            self.transport.abort(error.reason, error.rank)
-        else:
-            self.transport.abort(f"raised {type(error).__name__} at its step {self.frontier.current}: {error}")
 
     def _await(self, step: int, decision: Decision) -> None:
         """Block until a message arrives, and count the wait."""

@@ -13,7 +13,7 @@ from nerfstudio.configs.config_utils import convert_markup_to_ansi
 from nerfstudio.configs.method_configs import AnnotatedBaseConfigUnion
 from nerfstudio.scripts import train
 
-from odin_nerfstudio.glue.launch import Place, join_group, run_rank
+from odin_nerfstudio.glue.launch import Place, end_with_parent, join_group, run_rank
 
 
 def launch_as_rank(main_func: Callable, *, device_type: str, config: Any, **_: Any) -> None:
@@ -27,6 +27,8 @@ def launch_as_rank(main_func: Callable, *, device_type: str, config: Any, **_: A
 def main() -> None:
     """Parses ns-train's arguments and trains."""
     place = Place.of_torchrun()
+    if place is not None:
+        end_with_parent()
     tyro.extras.set_accent_color("bright_yellow")
     config = tyro.cli(AnnotatedBaseConfigUnion, description=convert_markup_to_ansi(__doc__ or ""))
     if place is not None:

@@ -70,12 +70,10 @@ def agree_on_folder(config: OdinTrainerConfig) -> None:
     """One output folder for all ranks that torchrun started: rank 0's, after a restart that of the first attempt."""
     if Place.of_torchrun() is None:
         return  # there is only one process yet
+    found = restart.Progress(config.timestamp)
     if restart.is_restart() and is_first_process(config):
-        earlier = restart.earlier_attempt(config.get_base_dir().parent)
-        config.timestamp = config.timestamp if earlier is None else earlier.name
-    config.timestamp = broadcast_text(config.timestamp)
-    if restart.is_restart():
-        restart.go_on(config)
+        found = restart.progress_of_earlier_attempt(config.get_base_dir().parent) or found
+    restart.go_on(config, restart.Progress.of_text(broadcast_text(found.as_text())))
 
 
 def local_ranks(config: OdinTrainerConfig) -> int:

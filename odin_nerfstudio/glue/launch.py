@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from nerfstudio.utils import comms
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+
+from odin_nerfstudio.runtime.faults import EXIT_CODE
 
 GROUP_TIMEOUT = timedelta(seconds=120)
 """How long a rank waits for the others while the job is being set up."""
+
+_PR_SET_PDEATHSIG = 1
+_TEXT_BYTES = 1024
 
 
 @dataclass(frozen=True)
@@ -53,9 +63,27 @@ def divide_threads(local_ranks: int) -> None:
 
     OpenMP's idle threads must sleep instead of spin: they would take the cores from the other ranks.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(local_ranks)))
+    if not _threads_chosen():
+        os.environ["OMP_NUM_THREADS"] = str(threads_per_rank(local_ranks))
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def _threads_chosen() -> bool:
+    """Whether the user has set OMP_NUM_THREADS. torchrun sets it to 1 by itself, after it has started."""
+    if "OMP_NUM_THREADS" not in os.environ or Place.of_torchrun() is None:
+        return "OMP_NUM_THREADS" in os.environ
+    try:
+        of_torchrun = Path(f"/proc/{os.getppid()}/environ").read_bytes()
+    except OSError:
+        return True  # no telling; then it counts
+    return any(entry.startswith(b"OMP_NUM_THREADS=") for entry in of_torchrun.split(b"\0"))
+
+
+def end_with_parent() -> None:
+    """Has Linux ask this process to stop when its launcher is gone; torchrun's ranks would train on without it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def join_group(place: Place, device_type: str, init_method: str | None = None) -> None:
@@ -63,6 +91,7 @@ def join_group(place: Place, device_type: str, init_method: str | None = None) -
 
     Raises:
         RuntimeError: the others did not come within :data:`GROUP_TIMEOUT`, or the address is wrong.
+        SystemExit: the machines run different numbers of ranks.
     """
     if device_type == "cuda":
         torch.cuda.set_device(place.local_rank)
@@ -79,6 +108,13 @@ def join_group(place: Place, device_type: str, init_method: str | None = None) -
             f"rank {place.rank} of {place.ranks} could not join the job at "
             f"{init_method or 'the address that torchrun gave'}: {error}"
         ) from error
+    counts = torch.zeros(place.ranks, dtype=torch.int64)
+    counts[place.rank] = place.local_ranks
+    dist.all_reduce(counts)
+    if int(counts.min()) != int(counts.max()):
+        raise SystemExit(
+            f"Error: machines run {int(counts.min())} to {int(counts.max())} ranks; start the same number on each"
+        )
     machines = place.ranks // place.local_ranks
     for machine in range(machines):
         members = list(range(machine * place.local_ranks, (machine + 1) * place.local_ranks))
@@ -119,26 +155,54 @@ def run_rank(place: Place, main_func: Callable, config: Any) -> None:
 
 
 def broadcast_text(text: str) -> str:
-    """Rank 0's text, on every rank."""
-    data = torch.zeros(256, dtype=torch.uint8)
-    encoded = text.encode()[:255]
+    """Rank 0's text, on every rank; at most 1024 bytes as UTF-8."""
+    encoded = text.encode()
+    if len(encoded) > _TEXT_BYTES:
+        raise ValueError(f"text of {len(encoded)} bytes, more than {_TEXT_BYTES}: {text[:40]}...")
+    data = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
     if dist.get_rank() == 0:
-        data[0] = len(encoded)
-        data[1 : 1 + len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        data[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
     dist.broadcast(data, src=0)
-    return bytes(data[1 : 1 + int(data[0])].tolist()).decode()
+    return bytes(data.tolist()).rstrip(b"\0").decode()
 
 
 def use_own_worker() -> None:
-    """Puts :func:`distributed_worker` into nerfstudio's launcher.
+    """Puts :func:`distributed_worker` into nerfstudio's launcher, and has the launcher explain how a job ended.
 
-    Reason: its own asserts CUDA, and waits 30 minutes for a rank that is gone. The launcher may run as
+    Reason: its own worker asserts CUDA, and waits 30 minutes for a rank that is gone. The launcher may run as
     ``nerfstudio.scripts.train`` or, started with ``python -m``, as ``__main__``.
     """
     for name in ("nerfstudio.scripts.train", "__main__"):
         module = sys.modules.get(name)
         if module is not None and hasattr(module, "_distributed_worker"):
             module._distributed_worker = distributed_worker  # type: ignore[attr-defined]
+            if not hasattr(module.launch, "__wrapped__"):
+                module.launch = explains_failures(module.launch)  # type: ignore[attr-defined]
+
+
+def explains_failures(launch: Callable[..., None]) -> Callable[..., None]:
+    """Wraps nerfstudio's launcher: a failed rank ends the program with one line instead of the launcher's traceback.
+
+    By then the ranks have said what happened. The exit status is that of the rank that ended first.
+    """
+
+    @functools.wraps(launch)
+    def launch_and_explain(*args: Any, **options: Any) -> None:
+        first = options.get("machine_rank", 0) * options.get("num_devices_per_machine", 0)
+        try:
+            launch(*args, **options)
+        except ProcessRaisedException as error:
+            sys.stderr.write(f"{error.msg.strip()}\n")
+            sys.stderr.write(f"Error: rank {first + error.error_index} raised an exception, see above\n")
+            raise SystemExit(1) from error
+        except ProcessExitedException as error:
+            how = f"was ended by {error.signal_name}" if error.signal_name else f"ended with status {error.exit_code}"
+            again = error.signal_name or error.exit_code == EXIT_CODE
+            remedy = "go on from the last checkpoint with --load-dir" if again else "see above"
+            sys.stderr.write(f"Error: rank {first + error.error_index} {how}, and the job with it; {remedy}\n")
+            raise SystemExit(EXIT_CODE if again else error.exit_code) from error
+
+    return launch_and_explain
 
 
 def check_machines(machine: Any) -> None:

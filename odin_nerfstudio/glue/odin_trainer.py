@@ -23,7 +23,7 @@ from odin_nerfstudio.glue.keyed_random import generator_states, restore_generato
 from odin_nerfstudio.glue.launch import Place
 from odin_nerfstudio.glue.odin_pipeline import OdinPipeline, OdinPipelineConfig
 from odin_nerfstudio.glue.report import StepScalars, report
-from odin_nerfstudio.glue.restart import leave_note
+from odin_nerfstudio.glue.restart import is_restart, leave_note
 from odin_nerfstudio.glue.step_runner import StepRunner
 from odin_nerfstudio.glue.step_timer import StepTimer
 from odin_nerfstudio.runtime.faults import EXIT_CODE, FaultLimits, NonFiniteGradient, RankFailure
@@ -65,8 +65,9 @@ class OdinTrainerConfig(TrainerConfig):
             super().print_to_terminal()
 
     def save_config(self) -> None:
-        """nerfstudio's, once per job."""
-        if job.is_first_process(self):
+        """nerfstudio's, once per job; a restart, which has the rest of the steps, keeps that of the first attempt."""
+        known = is_restart() and (self.get_base_dir() / "config.yml").is_file()
+        if job.is_first_process(self) and not known:
             super().save_config()
 
 
@@ -129,7 +130,7 @@ class OdinTrainer(Trainer):
             engine.close()
         except (RankFailure, NonFiniteGradient, CheckpointError) as error:
             engine.abort(error)
-            CONSOLE.print(f"[bold red]Error on rank {self.rank}:[/bold red] {error}", soft_wrap=True)
+            self._say_error(error)
             raise SystemExit(EXIT_CODE) from error
         except BaseException as error:
             engine.abort(error)
@@ -151,7 +152,10 @@ class OdinTrainer(Trainer):
         if self._interrupt.requested and not self._announced:
             engine.announce(STOP)
             self._announced = True
-        return STOP in engine.due(step)
+        stops = STOP in engine.due(step)
+        if stops and not self._interrupt.requested:  # the wish came from another machine
+            self._say_stopping()
+        return stops
 
     _announced = False
 
@@ -159,6 +163,11 @@ class OdinTrainer(Trainer):
         self.config.viewer.quit_on_train_completion = True
         if self.rank == 0:
             CONSOLE.log("Stopping: saving the finished steps (Ctrl-C once more to end at once)")
+
+    def _say_error(self, error: BaseException) -> None:
+        """Prints what ends the job. Messages quote paths and other software: nothing in them is markup."""
+        text = f"Error on rank {self.rank}: {error}"
+        CONSOLE.print(text, style="bold red", markup=False, highlight=False, soft_wrap=True)
 
     def _train_step(self, step: int) -> None:
         self.step = step
@@ -262,17 +271,18 @@ class OdinTrainer(Trainer):
         self.grad_scaler.load_state_dict(state["scalers"])
         extra: dict[str, Any] | None = state.get(RESUME_KEY)
         if extra is None:
-            CONSOLE.log(f"{path} was not written by Odin: densification statistics start anew")
+            CONSOLE.log(f"{path} was not written by Odin: densification statistics start anew", markup=False)
         else:
             self.pipeline.splats.load_resume_state(extra["model"])
             restore_generators(extra["generators"])
             if extra["seed"] != self.pipeline.seed:
                 CONSOLE.log(
                     f"{path} was trained with seed {extra['seed']}, this run has {self.pipeline.seed}: "
-                    "it goes on with other views and backgrounds"
+                    "it goes on with other views and backgrounds",
+                    markup=False,
                 )
         if self.rank == 0:
-            CONSOLE.log(f"Resuming after step {state['step']} of {path}")
+            CONSOLE.log(f"Resuming after step {state['step']} of {path}", markup=False)
 
 
 def checkpoint_to_load(config: TrainerConfig) -> Path | None:

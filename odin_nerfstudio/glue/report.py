@@ -52,4 +52,4 @@ def report(engine: Engine, trace: Path | None) -> None:
     if trace is not None and parts is not None:
         trace.parent.mkdir(parents=True, exist_ok=True)
         write_chrome_trace(trace, parts)
-        CONSOLE.log(f"Trace: {trace} (open it at https://ui.perfetto.dev)")
+        CONSOLE.log(f"Trace: {trace} (open it at https://ui.perfetto.dev)", markup=False)

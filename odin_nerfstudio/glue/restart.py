@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,9 +24,42 @@ if TYPE_CHECKING:
 NOTE = "torchrun.json"
 
 
+@dataclass(frozen=True)
+class Progress:
+    """How far a job has come: what rank 0 finds out and tells the others."""
+
+    timestamp: str
+    """Name of the run's folder."""
+    finished: int = -1
+    """Step of the last checkpoint; -1: there is none, or the job has just started."""
+    end_step: int = -1
+    """The step before which the first attempt was to end."""
+
+    def as_text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def of_text(text: str) -> Progress:
+        return Progress(**json.loads(text))
+
+
 def identity() -> dict[str, str | int]:
     """What all attempts of one torchrun job on this machine share, and no other job has."""
-    return {"agent": os.getppid(), "run_id": os.environ.get("TORCHELASTIC_RUN_ID", "")}
+    agent = os.getppid()
+    return {
+        "host": socket.gethostname(),
+        "agent": agent,
+        "started": _start_time(agent),  # process ids come again, above all in containers
+        "run_id": os.environ.get("TORCHELASTIC_RUN_ID", ""),
+    }
+
+
+def _start_time(pid: int) -> int:
+    """Clock ticks from the machine's start to the process's; 0 where the system does not say."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return 0
 
 
 def is_restart() -> bool:
@@ -40,27 +75,42 @@ def leave_note(folder: Path, end_step: int) -> None:
     partial.replace(folder / NOTE)
 
 
-def earlier_attempt(method_folder: Path) -> Path | None:
-    """The folder that an earlier attempt of this job wrote to, if it got so far."""
+def progress_of_earlier_attempt(method_folder: Path) -> Progress | None:
+    """What an earlier attempt of this job has left behind, if it got so far. For the first rank."""
     mine = identity()
     for note in sorted(method_folder.glob(f"*/{NOTE}"), key=lambda path: path.stat().st_mtime, reverse=True):
-        if {k: v for k, v in json.loads(note.read_text()).items() if k in mine} == mine:
-            return note.parent
+        content = json.loads(note.read_text())
+        if {k: v for k, v in content.items() if k in mine} != mine:
+            continue
+        folder = note.parent
+        try:
+            checkpoint = find_checkpoint(folder / "nerfstudio_models", None)
+        except CheckpointError:
+            CONSOLE.log(f"Restarted by torchrun before the first checkpoint of {folder}: starting anew", markup=False)
+            return Progress(folder.name)
+        finished = int(checkpoint.stem.removeprefix("step-"))
+        CONSOLE.log(f"Restarted by torchrun: going on after step {finished} of {folder}", markup=False)
+        return Progress(folder.name, finished, content["end_step"])
+    CONSOLE.log(f"Restarted by torchrun before the first step, in {method_folder}: starting anew", markup=False)
     return None
 
 
-def go_on(config: OdinTrainerConfig) -> None:
-    """Points the options of a restarted job at its last checkpoint. Every rank must see the run's folder."""
-    folder = config.get_base_dir()
-    note = folder / NOTE
-    if not note.is_file():
+def go_on(config: OdinTrainerConfig, progress: Progress) -> None:
+    """Points the options of a job at where it left off.
+
+    Raises:
+        SystemExit: this machine does not see the checkpoint that rank 0 goes on from.
+    """
+    config.timestamp = progress.timestamp
+    if progress.finished < 0:
         return
+    folder = config.get_base_dir() / "nerfstudio_models"
     try:
-        checkpoint = find_checkpoint(folder / "nerfstudio_models", None)
-    except CheckpointError:
-        CONSOLE.log(f"Restarted by torchrun before the first checkpoint of {folder}: starting anew")
-        return
-    finished = int(checkpoint.stem.removeprefix("step-"))
-    config.load_dir, config.load_step, config.load_checkpoint = checkpoint.parent, finished, None
-    config.max_num_iterations = max(0, json.loads(note.read_text())["end_step"] - finished - 1)
-    CONSOLE.log(f"Restarted by torchrun: going on after step {finished} of {folder}")
+        find_checkpoint(folder, progress.finished)
+    except CheckpointError as error:
+        raise SystemExit(
+            f"Error: {error}, from which rank 0 goes on after the restart; put --output-dir on storage that all "
+            "machines share"
+        ) from error
+    config.load_dir, config.load_step, config.load_checkpoint = folder, progress.finished, None
+    config.max_num_iterations = max(0, progress.end_step - progress.finished - 1)

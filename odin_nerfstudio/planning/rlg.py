@@ -93,14 +93,11 @@ def relative_locality_graph(tracks: Tracks, importance: np.ndarray | None = None
 
     incidence = tracks.incidence
     views, points = tracks.views, tracks.points
-    indptr, indices = incidence.indptr.astype(np.int64), incidence.indices
+    indptr = incidence.indptr.astype(np.int64)
+    indices, points = kernels.points_by_first_view(indptr, incidence.indices, points)
     sizes = np.diff(indptr)
     start, rows = kernels.transpose_pattern(indptr, indices, points)
-    degrees = kernels.count_neighbours(indptr, indices, start, rows)
-    out_indptr = np.concatenate([[0], np.cumsum(degrees)]).astype(np.int64)
-    out_indices = np.empty(int(out_indptr[-1]), np.int32)
-    counts = np.empty(int(out_indptr[-1]), np.int32)
-    kernels.shared_points(indptr, indices, start, rows, out_indptr, out_indices, counts)
+    out_indptr, out_indices, counts = kernels.shared_points(indptr, indices, start, rows)
     if importance is None:
         data = (counts / np.maximum(sizes, 1)[out_indices]).astype(np.float32)
     else:

@@ -8,6 +8,7 @@ statistics are equal bit for bit, densification and opacity reset inside.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def prepared(scene: Path, outputs: Path) -> OdinTrainer:
     return trainer
 
 
-def padded(parameters: torch.nn.ParameterDict, filler: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def padded(parameters: torch.nn.ParameterDict, filler: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The whole model with rows that no camera sees, up to a multiple of 64.
 
     torch's elementwise kernels treat the tail of a tensor differently, so that without padding the last rows of the
@@ -47,19 +48,21 @@ def padded(parameters: torch.nn.ParameterDict, filler: dict[str, torch.Tensor]) 
     }
 
 
-def plain_loop(trainer: OdinTrainer) -> tuple[dict[str, torch.optim.Adam], dict[str, Any]]:
+def plain_loop(trainer: OdinTrainer) -> tuple[dict[str, torch.optim.Optimizer], dict[str, Any]]:
     """Trains the trainer's model without its runtime; returns optimizers and the strategy's state."""
     model, plan, data = trainer.pipeline.splats, trainer.runner.plan, trainer.pipeline.datamanager
     parameters = model.gauss_params
     rates = {name: trainer.optimizers.optimizers[name].param_groups[0]["lr"] for name in ROW_FIELDS}
-    optimizers = {n: torch.optim.Adam([parameters[n]], lr=rates[n], eps=1e-15) for n in ROW_FIELDS}
+    optimizers: dict[str, torch.optim.Optimizer] = {
+        name: torch.optim.Adam([parameters[name]], lr=rates[name], eps=1e-15) for name in ROW_FIELDS
+    }
     schedule = trainer.runner.engine.tables[0].schedule
     fields = {k: v for k, v in vars(model.strategy).items() if k in DefaultStrategy.__dataclass_fields__}
     strategy = DefaultStrategy(**fields)
     state = strategy.initialize_state(scene_scale=1.0)
     surgery = copy.copy(strategy)
     surgery._update_state = lambda *args, **kwargs: None  # type: ignore[method-assign]
-    model.optimizers = optimizers  # type: ignore[assignment]
+    model.optimizers = optimizers
     for step in range(STEPS):
         model.step = step
         infos = []

@@ -6,6 +6,7 @@ Not yet run: no machine with a GPU was at hand when this was written.
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ GRADIENT_TOLERANCE = 2e-3
 """Largest difference of a gradient, relative to the largest gradient of its tensor; gsplat sums with atomics."""
 
 
-def scene(device: str) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+def scene(device: str) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
     """Leaf tensors, view matrix [1, 4, 4] and intrinsics [1, 3, 3] of a random scene, equal on every device."""
     generator = torch.Generator().manual_seed(0)
 

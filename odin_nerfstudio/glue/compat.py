@@ -69,7 +69,7 @@ def steady_viewer() -> None:
     from nerfstudio.viewer.viewer import Viewer
 
     if not hasattr(Viewer, "camera_handles"):
-        Viewer.camera_handles = {}
+        Viewer.camera_handles = {}  # type: ignore[attr-defined]
     original = getattr(RenderStateMachine, "_calculate_image_res", None)
     if original is None or hasattr(original, "keeps_a_share"):
         return

@@ -14,6 +14,7 @@ from nerfstudio.utils import comms, writer
 from nerfstudio.utils.misc import step_check
 from nerfstudio.utils.rich_utils import CONSOLE
 from nerfstudio.utils.writer import EventName, TimeWriter
+from nerfstudio.viewer.viewer import Viewer
 
 from odin_nerfstudio.glue import job
 from odin_nerfstudio.glue.checkpoint import CheckpointError, find_checkpoint, read_checkpoint, write_checkpoint
@@ -217,7 +218,7 @@ class OdinTrainer(Trainer):
     def _after_train(self) -> None:
         """nerfstudio's, on rank 0, when the other ranks have been let go: the viewer may stay open for long."""
         self.step = self.finished_step
-        if self.viewer_state is not None and hasattr(self.viewer_state, "update_step"):
+        if isinstance(self.viewer_state, Viewer):
             self.viewer_state.update_step(self.step)  # the page shows the last step that was reported to a browser
         super()._after_train()
 

@@ -330,6 +330,16 @@ class Engine(Rank):
             self.frontier.reduced = self.frontier.traffic.decide(self.frontier.reduced)
         self._exchange.release()
 
+    def use_policy(self, policy: GatePolicy) -> None:
+        """Change the mode between two steps, on all ranks at the same one. For measurements within one run.
+
+        Raises:
+            ValueError: Not drained.
+        """
+        if self.frontier.low != self.frontier.current:
+            raise ValueError(f"use_policy: step {self.frontier.low} is not published; drain first")
+        self.policy = self.frontier.policy = policy
+
     def crosses_structure(self, step: int) -> bool:
         """Whether a structural step that is still to be done lies before a step."""
         return any(self.is_structural(s) for s in range(max(self.frontier.low - 1, self._surgery_done + 1), step))

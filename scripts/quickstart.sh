@@ -10,7 +10,9 @@ export PATH="$venv/bin:$PATH"
 folder="$repository/outputs/quickstart"
 scene="$folder/object"
 run="$folder/runs/object/odin-splatfacto/quickstart"
-steps=2000
+views=2000 # rendered in training, over all devices
+# Two processes where there are two cores and no GPU.
+devices="$(python -c 'import os, torch; print(1 if torch.cuda.is_available() else min(2, len(os.sched_getaffinity(0))))')"
 mkdir -p "$folder"
 
 say "Sample scene: $scene"
@@ -19,11 +21,12 @@ odin-sample object --output "$scene"
 if compgen -G "$run/nerfstudio_models/step-*.ckpt" >/dev/null; then
     say "Already trained: $run (remove it to train again)"
 else
-    say "Training $steps steps: ns-train odin-splatfacto --data $scene"
+    say "Training on $views views, $devices at a time: ns-train odin-splatfacto --data $scene"
     rm -rf "$run"
     ns-train odin-splatfacto --data "$scene" --output-dir "$folder/runs" --timestamp quickstart \
-        --max-num-iterations "$steps" --vis tensorboard --steps-per-eval-all-images 1000000 \
-        --pipeline.model.num-downscales 1 --pipeline.model.resolution-schedule 500
+        --machine.num-devices "$devices" --max-num-iterations "$views" \
+        --pipeline.model.num-downscales 1 --pipeline.model.resolution-schedule 500 \
+        --vis tensorboard --steps-per-eval-image 0 --steps-per-eval-all-images 0
 fi
 
 say "Evaluating on the held-out views: ns-eval"

@@ -40,6 +40,11 @@ def prepare(config: OdinTrainerConfig) -> None:
     _refuse_unsupported(config)
     if machine.device_type == "cuda" and not torch.cuda.is_available():
         raise SystemExit("Error: --machine.device-type cuda, but torch finds no CUDA device; use cpu")
+    if machine.device_type == "cuda" and ranks_of(config) > 1:
+        raise SystemExit(
+            "Error: several CUDA devices are not supported yet: messages between ranks travel through gloo from CPU "
+            "memory. Use one CUDA device, or --machine.device-type cpu"
+        )
     if options.seed is None:
         options.seed = machine.seed
     ranks = ranks_of(config)

@@ -179,7 +179,7 @@ class OdinAdam(torch.optim.Adam):
         fused: list[tuple[Tensor, Tensor]] = []
         left: list[Tensor] = []
         for group in self.param_groups:
-            plain = _plain_options(group) and cpu_arithmetic() is not None
+            plain = plain_options(group) and cpu_arithmetic() is not None
             for p in group["params"]:
                 if p.grad is None:
                     continue
@@ -227,7 +227,7 @@ class OdinAdam(torch.optim.Adam):
         return True
 
 
-def _plain_options(group: dict[str, Any]) -> bool:
+def plain_options(group: dict[str, Any]) -> bool:
     """Whether a parameter group asks for nothing beyond plain Adam."""
     unusual = ("amsgrad", "maximize", "capturable", "differentiable", "foreach", "fused", "decoupled_weight_decay")
     betas = group["betas"]

@@ -1,19 +1,21 @@
 """Publication: applying a step's staged update to rows and raising their version.
 
 The gradient of a row is the sum of its contributions in lane order, then the dense terms. A row is stepped by Adam
-exactly
-once per step, with the learning rates of the step being published, whether anyone saw it or not: Adam stays dense.
+exactly once per step, with the learning rates of the step being published, whether anyone saw it or not: Adam stays
+dense. On the CPU the gradient exists only chunk by chunk, in the cache (`adam_parts`); elsewhere it is accumulated in
+a dense tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from odin_nerfstudio.runtime import hazards, rows
-from odin_nerfstudio.runtime.adam import publish_rows
+from odin_nerfstudio.runtime.adam import OdinAdam, plain_options, publish_rows
+from odin_nerfstudio.runtime.adam_parts import GradientPart, step_parts, steps_parts
 from odin_nerfstudio.runtime.staging import StepStaging
 from odin_nerfstudio.runtime.store import DenseTerm, RowTable
 
@@ -42,18 +44,14 @@ class Publisher:
             if self.debug:
                 hazards.check_publication(table, staged.step)
             parts = staged.parts(k)
-            self._accumulate(table, staged.step, parts, None)
-            rates = table.schedule(staged.step)
-            for name in table.names:
-                optimizer, parameter = table.optimizers[name], table.parameters[name]
-                group = optimizer.param_groups[0]
-                before = group["lr"]
-                group["lr"] = rates[name]
-                parameter.grad = table.gradient(name)
-                optimizer.step()
-                parameter.grad = None
-                group["lr"] = before
-            self._clear(table, staged.step, parts, None)
+            if all(_takes_parts(table, name) for name in table.names):
+                self._step_parts(table, staged.step, parts, None, 0)
+                for name in table.names:
+                    table.adam_state(name)["step"] += 1
+                    # what a scheduler looks at, lest it warn that the optimizer was never stepped
+                    setattr(table.optimizers[name], "_opt_called", True)  # noqa: B010
+            else:
+                self._step_whole(table, staged.step, parts)
             table.versions.fill_(staged.step + 1)
             self.applied_rows += sum(int(ids.shape[0]) for ids, _ in parts)
         staged.started = True
@@ -72,23 +70,10 @@ class Publisher:
             if not count:
                 continue
             parts = staged.parts(k)
-            self._accumulate(table, staged.step, parts, mask)
-            rates = table.schedule(staged.step)
-            for name in table.names:
-                state = table.adam_state(name)
-                group = table.optimizers[name].param_groups[0]
-                publish_rows(
-                    table.parameters[name].detach(),
-                    state["exp_avg"],
-                    state["exp_avg_sq"],
-                    table.gradient(name),
-                    mask,
-                    step=int(state["step"]) + ahead + 1,
-                    lr=rates[name],
-                    betas=group["betas"],
-                    eps=group["eps"],
-                )
-            self._clear(table, staged.step, parts, mask)
+            if all(_takes_parts(table, name) for name in table.names):
+                self._step_parts(table, staged.step, parts, mask, ahead)
+            else:
+                self._step_some(table, staged.step, parts, mask, ahead)
             rows.set_versions(table.versions, mask, staged.step + 1)
             self.applied_rows += sum(rows.count_inside(mask, ids) for ids, _ in parts)
             published += count
@@ -113,6 +98,71 @@ class Publisher:
             elif staged.views[number] >= 0:
                 raise RuntimeError(f"step {staged.step} lane {number}: no densification statistics arrived")
 
+    def _step_parts(
+        self, table: RowTable, step: int, parts: Sequence[Part], mask: Tensor | None, ahead: int
+    ) -> None:
+        """Step all rows, or those of a mask, without a dense gradient."""
+        layout = table.layout(step)
+        given = {
+            name: [GradientPart(ids, values, offset, width) for ids, values in parts]
+            for name, offset, width in layout.columns()
+        }
+        for term in table.dense_terms:
+            if term.due(step):
+                for name, ids, values in _rows_of_term(table, term, step, mask):
+                    given[name].append(GradientPart(ids, values, 0, values.shape[1]))
+        rates = table.schedule(step)
+        for name in table.names:
+            state = table.adam_state(name)
+            group = table.optimizers[name].param_groups[0]
+            step_parts(
+                table.parameters[name],
+                state["exp_avg"],
+                state["exp_avg_sq"],
+                given[name],
+                mask,
+                step=int(state["step"]) + ahead + 1,
+                lr=rates[name],
+                betas=group["betas"],
+                eps=group["eps"],
+                threads=torch.get_num_threads(),
+            )
+
+    def _step_whole(self, table: RowTable, step: int, parts: Sequence[Part]) -> None:
+        """Step all rows with a dense gradient and the user's optimizers."""
+        self._accumulate(table, step, parts, None)
+        rates = table.schedule(step)
+        for name in table.names:
+            optimizer, parameter = table.optimizers[name], table.parameters[name]
+            group = optimizer.param_groups[0]
+            before = group["lr"]
+            group["lr"] = rates[name]
+            parameter.grad = table.gradient(name)
+            optimizer.step()
+            parameter.grad = None
+            group["lr"] = before
+        self._clear(table, step, parts, None)
+
+    def _step_some(self, table: RowTable, step: int, parts: Sequence[Part], mask: Tensor, ahead: int) -> None:
+        """Step the rows of a mask with a dense gradient."""
+        self._accumulate(table, step, parts, mask)
+        rates = table.schedule(step)
+        for name in table.names:
+            state = table.adam_state(name)
+            group = table.optimizers[name].param_groups[0]
+            publish_rows(
+                table.parameters[name].detach(),
+                state["exp_avg"],
+                state["exp_avg_sq"],
+                table.gradient(name),
+                mask,
+                step=int(state["step"]) + ahead + 1,
+                lr=rates[name],
+                betas=group["betas"],
+                eps=group["eps"],
+            )
+        self._clear(table, step, parts, mask)
+
     def _accumulate(self, table: RowTable, step: int, parts: Iterable[Part], mask: Tensor | None) -> None:
         layout = table.layout(step)
         for ids, values in parts:
@@ -120,20 +170,8 @@ class Publisher:
                 rows.scatter_add(table.gradient(name), ids, values, offset, width, mask)
         for term in table.dense_terms:
             if term.due(step):
-                self._add_term(table, term, step, mask)
-
-    def _add_term(self, table: RowTable, term: DenseTerm, step: int, mask: Tensor | None) -> None:
-        every = torch.arange(table.count, dtype=torch.int32, device=table.device)
-        ids = every if mask is None else rows.ids_of_mask(mask)
-        n = int(ids.shape[0])
-        padded = -(-n // _TERM_MULTIPLE) * _TERM_MULTIPLE
-        values = {}
-        for name, parameter in table.parameters.items():
-            values[name] = torch.zeros((padded, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
-            rows.gather(parameter, ids, values[name])
-        for name, gradient in term.gradient(step, table.count, values).items():
-            flat = rows.flat(gradient.contiguous())[:n]
-            rows.scatter_add(table.gradient(name), ids, flat, 0, flat.shape[1], None)
+                for name, ids, values in _rows_of_term(table, term, step, mask):
+                    rows.scatter_add(table.gradient(name), ids, values, 0, values.shape[1], None)
 
     def _clear(self, table: RowTable, step: int, parts: Sequence[Part], mask: Tensor | None) -> None:
         if any(term.due(step) for term in table.dense_terms):
@@ -145,6 +183,35 @@ class Publisher:
         for ids, _ in parts:
             for name, _, width in layout.columns():
                 rows.clear(table.gradient(name), ids, width, mask)
+
+
+def _takes_parts(table: RowTable, name: str) -> bool:
+    """Whether a parameter and its Adam are what `step_parts` steps; hooks and subclasses of Adam want the real step."""
+    optimizer, state = table.optimizers[name], table.adam_state(name)
+    hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    group = optimizer.param_groups[0]
+    return (
+        type(optimizer) in (OdinAdam, torch.optim.Adam)
+        and not hooked
+        and plain_options(group)
+        and steps_parts(table.parameters[name], state["exp_avg"], state["exp_avg_sq"], betas=group["betas"])
+    )
+
+
+def _rows_of_term(
+    table: RowTable, term: DenseTerm, step: int, mask: Tensor | None
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """The gradient of a dense term on all rows, or those of a mask: name, ids [n] int32, rows [n, C]."""
+    every = torch.arange(table.count, dtype=torch.int32, device=table.device)
+    ids = every if mask is None else rows.ids_of_mask(mask)
+    n = int(ids.shape[0])
+    padded = -(-n // _TERM_MULTIPLE) * _TERM_MULTIPLE
+    values = {}
+    for name, parameter in table.parameters.items():
+        values[name] = torch.zeros((padded, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
+        rows.gather(parameter, ids, values[name])
+    for name, gradient in term.gradient(step, table.count, values).items():
+        yield name, ids, rows.flat(gradient.contiguous())[:n]
 
 
 def _like(mask: Tensor, tensor: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 
 from odin_nerfstudio.runtime import rows
 from odin_nerfstudio.runtime.adam import OdinAdam, publish_rows
+from odin_nerfstudio.runtime.adam_parts import GradientPart, step_parts, steps_parts
 from odin_nerfstudio.runtime.candidates import MotionBound, ViewTest, candidate_ids
 
 _ROWS = 64
@@ -47,6 +48,9 @@ def warm_up() -> None:
     parameter.grad = torch.ones(_ROWS, 3)
     adam = OdinAdam([parameter], lr=1e-3, eps=1e-15)
     adam.step()
-    moments = [adam.state[parameter][key] for key in ("exp_avg", "exp_avg_sq")]
+    m, v = (adam.state[parameter][key] for key in ("exp_avg", "exp_avg_sq"))
     for gradient, which in ((parameter.grad, mask), (packed, ids), (None, mask)):
-        publish_rows(parameter.data, *moments, gradient, which, step=2, lr=1e-3, eps=1e-15)
+        publish_rows(parameter.data, m, v, gradient, which, step=2, lr=1e-3, eps=1e-15)
+    if steps_parts(parameter, m, v, betas=(0.9, 0.999)):
+        parts = [GradientPart(ids, packed, 0, 3)]
+        step_parts(parameter, m, v, parts, mask, step=3, lr=1e-3, betas=(0.9, 0.999), eps=1e-15)

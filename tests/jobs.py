@@ -59,11 +59,26 @@ def torchrun(arguments: Sequence[str], *launcher: object) -> list[str]:
 class Job:
     """A started command; use it in a ``with`` block, which leaves nothing of it behind."""
 
-    def __init__(self, command: Sequence[str], log: Path, inside: Sequence[str] = (), **environment: str) -> None:
-        """inside: a command that runs the rest of its arguments elsewhere, such as in a network namespace."""
+    def __init__(
+        self,
+        command: Sequence[str],
+        log: Path,
+        inside: Sequence[str] = (),
+        without: Sequence[str] = (),
+        **environment: str,
+    ) -> None:
+        """Starts the command.
+
+        Args:
+            command: the program and its arguments.
+            log: where its output goes.
+            inside: a command that runs the rest of its arguments elsewhere, such as in a network namespace.
+            without: environment variables to leave out.
+            environment: those to add.
+        """
         self.log = log
         self._mark = uuid.uuid4().hex
-        settings = {"COLUMNS": "200", "PYTHONUNBUFFERED": "1", **environment, MARK: self._mark}
+        settings = {**os.environ, "COLUMNS": "200", "PYTHONUNBUFFERED": "1", **environment, MARK: self._mark}
         with log.open("wb") as out:
             self.process = subprocess.Popen(
                 [*inside, *command],
@@ -71,7 +86,7 @@ class Job:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a process group of its own, as a terminal gives it
-                env={**os.environ, **settings},
+                env={name: value for name, value in settings.items() if name not in without},
             )
 
     def __enter__(self) -> Job:

@@ -7,11 +7,12 @@ import functools
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -149,9 +150,32 @@ def distributed_worker(
 def run_rank(place: Place, main_func: Callable, config: Any) -> None:
     """Trains as one rank of a group that has been joined, and leaves the group."""
     config.timestamp = broadcast_text(config.timestamp)
-    main_func(local_rank=place.local_rank, world_size=place.ranks, config=config, global_rank=place.rank)
+    try:
+        main_func(local_rank=place.local_rank, world_size=place.ranks, config=config, global_rank=place.rank)
+    except BaseException as error:
+        _end_failed_rank(error)
     dist.destroy_process_group()
     comms.LOCAL_PROCESS_GROUP = None
+
+
+def _end_failed_rank(error: BaseException) -> NoReturn:
+    """Says why, and ends the process without Python's tidying up.
+
+    Gloo's threads may wait for peers that are gone; tidying up around them aborts the process, which then seems to
+    have died of a signal.
+    """
+    status = 1
+    if isinstance(error, KeyboardInterrupt):
+        status = 128 + signal.SIGINT
+    elif not isinstance(error, SystemExit):
+        traceback.print_exception(error)
+    elif isinstance(error.code, str):
+        sys.stderr.write(f"{error.code}\n")
+    elif error.code is None or isinstance(error.code, int):
+        status = error.code or 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def broadcast_text(text: str) -> str:
@@ -183,7 +207,8 @@ def use_own_worker() -> None:
 def explains_failures(launch: Callable[..., None]) -> Callable[..., None]:
     """Wraps nerfstudio's launcher: a failed rank ends the program with one line instead of the launcher's traceback.
 
-    By then the ranks have said what happened. The exit status is that of the rank that ended first.
+    By then the ranks have said what happened, except for one that was killed. The exit status is that of the rank that
+    ended first.
     """
 
     @functools.wraps(launch)
@@ -196,11 +221,9 @@ def explains_failures(launch: Callable[..., None]) -> Callable[..., None]:
             sys.stderr.write(f"Error: rank {first + error.error_index} raised an exception, see above\n")
             raise SystemExit(1) from error
         except ProcessExitedException as error:
-            how = f"was ended by {error.signal_name}" if error.signal_name else f"ended with status {error.exit_code}"
-            again = error.signal_name or error.exit_code == EXIT_CODE
-            remedy = "go on from the last checkpoint with --load-dir" if again else "see above"
-            sys.stderr.write(f"Error: rank {first + error.error_index} {how}, and the job with it; {remedy}\n")
-            raise SystemExit(EXIT_CODE if again else error.exit_code) from error
+            killed = f"rank {first + error.error_index} was ended by {error.signal_name}" if error.signal_name else ""
+            sys.stderr.write(f"Error: the job has ended: {killed or 'see above'}\n")
+            raise SystemExit(EXIT_CODE if killed else error.exit_code) from error
 
     return launch_and_explain
 

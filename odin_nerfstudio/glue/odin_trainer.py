@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -103,7 +104,10 @@ class OdinTrainer(Trainer):
             if self.rank == 0 and Place.of_torchrun() is not None:
                 leave_note(self.base_dir, self._start_step + self.config.max_num_iterations)
         except BaseException as error:
-            self.transport.abort(f"could not be set up: {type(error).__name__}: {error}")
+            if isinstance(error, RankFailure):
+                self.transport.abort(error.reason, error.rank)
+            else:
+                self.transport.abort(f"could not be set up: {type(error).__name__}: {error}")
             if isinstance(error, (InputError, CheckpointError, RankFailure)):
                 raise SystemExit(f"Error: {error}") from error
             raise
@@ -113,31 +117,38 @@ class OdinTrainer(Trainer):
     def train(self) -> None:
         """Trains until done or until Ctrl-C, which saves what is finished and ends; a second one ends at once."""
         engine = self.runner.engine
-        if self.rank == 0:
-            self.pipeline.datamanager.train_dataparser_outputs.save_dataparser_transform(
-                self.base_dir / "dataparser_transforms.json"
-            )
-        self._init_viewer_state()
-        try:
-            with self._interrupt:
-                with TimeWriter(writer, EventName.TOTAL_TRAIN_TIME):
-                    for step in range(self._start_step, self._start_step + self.config.max_num_iterations):
-                        if self._stops_before(step):
-                            break
-                        self._train_step(step)
-                engine.drain()
-                self.save_checkpoint(self.finished_step)
-                report(engine, self.config.pipeline.odin.trace)
+        with self._interrupt, self._failures_told():
+            if self.rank == 0:
+                self.pipeline.datamanager.train_dataparser_outputs.save_dataparser_transform(
+                    self.base_dir / "dataparser_transforms.json"
+                )
+            self._init_viewer_state()
+            with TimeWriter(writer, EventName.TOTAL_TRAIN_TIME):
+                for step in range(self._start_step, self._start_step + self.config.max_num_iterations):
+                    if self._stops_before(step):
+                        break
+                    self._train_step(step)
+            engine.drain()
+            self.save_checkpoint(self.finished_step)
+            report(engine, self.config.pipeline.odin.trace)
             engine.close()
-        except (RankFailure, NonFiniteGradient, CheckpointError) as error:
-            engine.abort(error)
-            self._say_error(error)
-            raise SystemExit(EXIT_CODE) from error
-        except BaseException as error:
-            engine.abort(error)
-            raise
         if self.rank == 0:
             self._after_train()
+
+    @contextmanager
+    def _failures_told(self) -> Iterator[None]:
+        """Tells the user and the other ranks what ends this one, before a launcher can end it."""
+        try:
+            yield
+        except (RankFailure, NonFiniteGradient, CheckpointError, InputError) as error:
+            # the message quotes paths and other software: nothing in it is markup
+            text = f"Error on rank {self.rank}: {error}" if self.world_size > 1 else f"Error: {error}"
+            CONSOLE.print(text, style="bold red", markup=False, highlight=False, soft_wrap=True)
+            self.runner.engine.abort(error)
+            raise SystemExit(EXIT_CODE if isinstance(error, RankFailure) else 1) from error
+        except BaseException as error:
+            self.runner.engine.abort(error)
+            raise
 
     def _stops_before(self, step: int) -> bool:
         """Holds while paused in the viewer; says whether to end instead of running this step."""
@@ -164,11 +175,6 @@ class OdinTrainer(Trainer):
         self.config.viewer.quit_on_train_completion = True
         if self.rank == 0:
             CONSOLE.log("Stopping: saving the finished steps (Ctrl-C once more to end at once)")
-
-    def _say_error(self, error: BaseException) -> None:
-        """Prints what ends the job. Messages quote paths and other software: nothing in them is markup."""
-        text = f"Error on rank {self.rank}: {error}"
-        CONSOLE.print(text, style="bold red", markup=False, highlight=False, soft_wrap=True)
 
     def _train_step(self, step: int) -> None:
         self.step = step

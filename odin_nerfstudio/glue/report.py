@@ -47,7 +47,7 @@ def report(engine: Engine, trace: Path | None) -> None:
     totals = engine.collect()
     parts = engine.gather(pack_spans(engine.telemetry)) if trace is not None else None
     if totals is not None and len(totals) > 1:
-        CONSOLE.print("Where the ranks' time went (seconds)")
+        CONSOLE.print("Where the ranks' time went")
         CONSOLE.print(summary_table(totals), highlight=False, soft_wrap=True)
     if trace is not None and parts is not None:
         trace.parent.mkdir(parents=True, exist_ok=True)

@@ -234,7 +234,7 @@ def test_statistics_equal_the_stock_strategy(monkeypatch: pytest.MonkeyPatch) ->
 def test_row_operations_have_equal_twins(monkeypatch: pytest.MonkeyPatch) -> None:
     """The torch operations used on other devices mean what the kernels mean."""
     rng = np.random.default_rng(8)
-    n, columns = 60, 6
+    n = 60
     ids = torch.from_numpy(np.sort(rng.permutation(n)[:25]).astype(np.int32))
     mask = torch.from_numpy(rng.integers(0, 2, n).astype(np.uint8))
     versions = torch.from_numpy(rng.integers(3, 6, n).astype(np.int32))
@@ -242,6 +242,8 @@ def test_row_operations_have_equal_twins(monkeypatch: pytest.MonkeyPatch) -> Non
     source = torch.from_numpy(rng.standard_normal((n, 2, 3)).astype(np.float32))
     source[4] = 0
     source[9, 1, 2] = float("inf")
+    other = torch.from_numpy(rng.standard_normal((n, 1)).astype(np.float32))
+    other[4] = 0
     values = torch.from_numpy(rng.standard_normal((25, 9)).astype(np.float32))
 
     def fresh(call: Callable[[Tensor], object], start: Tensor) -> Tensor:
@@ -249,18 +251,17 @@ def test_row_operations_have_equal_twins(monkeypatch: pytest.MonkeyPatch) -> Non
         call(copy)
         return copy
 
-    def flags(width: int) -> Tensor:
-        return fresh(lambda f: rows.flag_rows(source, width, f), torch.zeros(n, dtype=torch.uint8))
-
     def results() -> list[Tensor]:
-        order, front = rows.order_active(flags(columns)[:25], ids, mask)
+        packed = rows.pack_active([source, None, other], [4, 2, 1], ids, mask)
+        everything = rows.pack_active([source, other], [6, 1], torch.arange(n, dtype=torch.int32), None)
+        front = packed[1]
         counts = [front, rows.count_older(versions, ids, 4), rows.count_newer(versions, ids, 4)]
         counts += [rows.count_outside(mask, ids), rows.count_inside(mask, ids), rows.any_beyond(source, 5, n)]
         return [
             rows.ids_of_mask(mask),
             fresh(lambda out: rows.gather(source, ids, out), torch.zeros(32, 2, 3)),
-            flags(columns), flags(2), order, torch.tensor(counts),
-            fresh(lambda out: rows.pack(source, order, 4, out, 3), torch.zeros(order.shape[0], 9)),
+            packed[0], packed[2], everything[0], everything[2], torch.tensor(counts),
+            torch.tensor([packed[3], everything[3], everything[1] == n - 1]),
             fresh(lambda t: rows.scatter_add(t, ids, values, 2, 5, None), source),
             fresh(lambda t: rows.scatter_add(t, ids, values, 2, 5, mask), source),
             fresh(lambda t: rows.clear(t, ids, 4, None), source),
@@ -273,6 +274,9 @@ def test_row_operations_have_equal_twins(monkeypatch: pytest.MonkeyPatch) -> Non
         ]  # fmt: skip
 
     with_kernels = results()
+    ids_in_front, ids_behind = with_kernels[2][: int(with_kernels[6][0])], with_kernels[2][int(with_kernels[6][0]) :]
+    assert bool(mask[ids_in_front.long()].all()) and not bool(mask[ids_behind.long()].any())
+    assert with_kernels[7].tolist() == [False, True, True] and 4 not in with_kernels[4].tolist()
     monkeypatch.setattr(rows, "on_cpu", lambda tensor: False)
     for k, (a, b) in enumerate(zip(with_kernels, results())):
         assert a.dtype == b.dtype and torch.equal(a, b), k

@@ -11,7 +11,6 @@ from typing import Any
 import numba
 import numpy as np
 from numba import types
-from numba.extending import intrinsic
 
 from odin_nerfstudio.runtime.adam_kernels import (
     chunk_live_columns,
@@ -20,23 +19,12 @@ from odin_nerfstudio.runtime.adam_kernels import (
     update_flat,
     update_rows,
 )
+from odin_nerfstudio.runtime.addresses import pointer_to
 
 _OPTIONS: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy"}
 
 
-def _pointer_to(kind: Any) -> Any:
-    def pointer(typingctx: Any, address: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return builder.inttoptr(args[0], context.get_value_type(types.CPointer(kind)))
-
-        return types.CPointer(kind)(types.int64), codegen
-
-    return intrinsic(pointer)
-
-
-float32_at: Any = _pointer_to(types.float32)
-int32_at: Any = _pointer_to(types.int32)
-"""Pointers from addresses: a kernel takes any number of tensors as rows of one table of addresses."""
+float32_at, int32_at = pointer_to(types.float32), pointer_to(types.int32)
 
 UNSORTED = -1
 

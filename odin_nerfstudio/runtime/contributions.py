@@ -54,29 +54,25 @@ def collect(
 def _section(task: Task, table: RowTable, shadow: TableShadow, first: Tensor | None, debug: bool) -> Section:
     layout = table.layout(task.step)
     gradients = {name: leaf.grad.contiguous() for name, leaf in shadow.leaves.items() if leaf.grad is not None}
+    if debug:
+        for name, _, width in layout.columns():
+            if name in gradients and rows.any_beyond(gradients[name], width, shadow.count):
+                raise ValueError(
+                    f"table {table.name}: {name} has a gradient in columns declared inactive at step {task.step}"
+                )
+    ordered = [gradients.get(name) for name in layout.names]
+    ids, front, values, bad = rows.pack_active(ordered, layout.widths, shadow.ids, first)
+    if bad:
+        _refuse(task, table, shadow, {name: gradients[name] for name in layout.names if name in gradients})
+    return Section(ids, front, values[:front], values[front:], table.count)
+
+
+def _refuse(task: Task, table: RowTable, shadow: TableShadow, gradients: Mapping[str, Tensor]) -> None:
+    layout = table.layout(task.step)
     flags = torch.zeros(shadow.count, dtype=torch.uint8, device=table.device)
     for name, _, width in layout.columns():
         if name in gradients:
             rows.flag_rows(gradients[name], width, flags)
-            if debug and rows.any_beyond(gradients[name], width, shadow.count):
-                raise ValueError(
-                    f"table {table.name}: {name} has a gradient in columns declared inactive at step {task.step}"
-                )
-    if shadow.count and int(flags.max()) >= 2:
-        _refuse(task, table, shadow, gradients, flags)
-    everything = first if first is not None else torch.ones(table.count, dtype=torch.uint8, device=table.device)
-    order, front = rows.order_active(flags, shadow.ids, everything)
-    values = torch.empty((order.shape[0], layout.total), dtype=torch.float32, device=table.device)
-    for name, offset, width in layout.columns():
-        if name in gradients:
-            rows.pack(gradients[name], order, width, values, offset)
-        else:
-            values[:, offset : offset + width] = 0
-    ids = shadow.ids[order.long()]
-    return Section(ids, front, values[:front], values[front:], table.count)
-
-
-def _refuse(task: Task, table: RowTable, shadow: TableShadow, gradients: Mapping[str, Tensor], flags: Tensor) -> None:
     bad = (flags >= 2).nonzero().flatten()
     ids = shadow.ids[bad].tolist()
     names = [n for n, g in gradients.items() if not bool(torch.isfinite(rows.flat(g)[: shadow.count][bad]).all())]

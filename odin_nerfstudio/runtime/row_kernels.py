@@ -9,8 +9,13 @@ from typing import Any
 
 import numba
 import numpy as np
+from numba import types
+
+from odin_nerfstudio.runtime.addresses import pointer_to
 
 _OPTIONS: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy"}
+
+uint32_at = pointer_to(types.uint32)
 
 
 @numba.njit(**_OPTIONS)
@@ -26,28 +31,13 @@ def mask_to_ids(mask, ids):  # type: ignore[no-untyped-def]
 
 @numba.njit(**_OPTIONS)
 def gather(source, ids, out):  # type: ignore[no-untyped-def]
-    """out[k] = source[ids[k]]. source [N, C], ids [n], out [>= n, C]."""
+    """out[k] = source[ids[k]]. source [N, C], ids [n], out [>= n, C], contiguous."""
+    columns = source.shape[1]
     for k in range(ids.shape[0]):
-        i = ids[k]
-        for c in range(source.shape[1]):
-            out[k, c] = source[i, c]
-
-
-@numba.njit(**_OPTIONS)
-def flag_rows(gradient, width, flags):  # type: ignore[no-untyped-def]
-    """Raise bit 1 of flags[k] where row k has a non-zero among its first `width` columns, bit 2 where a non-finite one.
-
-    gradient [>= n, C], flags [n] uint8.
-    """
-    for k in range(flags.shape[0]):
-        f = flags[k]
-        for c in range(width):
-            x = gradient[k, c]
-            if x != 0:  # true for NaN
-                f |= 1
-                if x - x != 0:  # infinity or NaN
-                    f |= 2
-        flags[k] = f
+        row = source[np.uint32(ids[k])]
+        target = out[np.uint32(k)]
+        for c in range(columns):
+            target[c] = row[c]
 
 
 @numba.njit(**_OPTIONS)
@@ -61,31 +51,43 @@ def any_beyond(gradient, width, n):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(**_OPTIONS)
-def order_active(flags, ids, first, order):  # type: ignore[no-untyped-def]
-    """Positions k with flags[k] & 1, those with first[ids[k]] != 0 in front, ascending within each part.
+def pack_active(leaves, ids, first, wanted, out, out_ids, begin):  # type: ignore[no-untyped-def]
+    """Rows with a non-zero in any leaf's gradient, their columns side by side, to out[begin:], their ids to out_ids.
 
-    Returns (number of positions, number in front). order [n] int32 is filled.
+    A row is copied and looked at in one pass, and left to be overwritten by the next if it proves to be zero.
+
+    Args: leaves: address of the gradient (0: zero), floats from row to row, width, of each leaf. [P, 3] int64. ids:
+    row of the table of each row of the leaves. [n] int32. first: [N] uint8; only rows with (first != 0) == wanted
+    count; empty: all do. out: [>= n + 1, sum of the widths] float32 as uint32. out_ids: [>= n] int32.
+
+    Returns: (end of what was written, whether a value is not finite).
     """
-    n = 0
-    for k in range(flags.shape[0]):
-        if flags[k] & 1 and first[ids[k]] != 0:
-            order[n] = k
-            n += 1
-    front = n
-    for k in range(flags.shape[0]):
-        if flags[k] & 1 and first[ids[k]] == 0:
-            order[n] = k
-            n += 1
-    return n, front
-
-
-@numba.njit(**_OPTIONS)
-def pack(gradient, order, width, out, offset):  # type: ignore[no-untyped-def]
-    """out[k, offset : offset + width] = gradient[order[k], : width]."""
-    for k in range(order.shape[0]):
-        j = order[k]
-        for c in range(width):
-            out[k, offset + c] = gradient[j, c]
+    total = out.shape[1]
+    flat = out.reshape(-1)
+    end = begin
+    bad = False
+    for k in range(ids.shape[0]):
+        if first.shape[0] and (first[ids[k]] != 0) != wanted:
+            continue
+        largest = np.uint32(0)
+        at = np.uint64(end * total)
+        for q in range(leaves.shape[0]):
+            width = np.uint64(leaves[q, 2])
+            if leaves[q, 0] == 0:
+                for c in range(width):
+                    flat[at + c] = 0
+            else:
+                source = uint32_at(leaves[q, 0] + 4 * k * leaves[q, 1])
+                for c in range(width):
+                    x = source[c]
+                    flat[at + c] = x
+                    largest = max(largest, x & np.uint32(0x7FFFFFFF))
+            at += width
+        if largest != 0:
+            out_ids[end] = ids[k]
+            end += 1
+            bad |= largest >= np.uint32(0x7F800000)  # infinity or NaN
+    return end, bad
 
 
 @numba.njit(**_OPTIONS)

@@ -6,6 +6,8 @@ trailing dimensions ([N, C]).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -53,10 +55,7 @@ def gather(source: Tensor, ids: Tensor, out: Tensor) -> None:
 
 def flag_rows(gradient: Tensor, width: int, flags: Tensor) -> None:
     """Raise bit 1 in flags of rows with a non-zero in the first `width` columns, bit 2 of rows with a non-finite
-    one."""
-    if on_cpu(gradient):
-        kernels.flag_rows(_np(flat(gradient)), width, _np(flags))
-        return
+    one. gradient [>= n, ...], flags [n] uint8."""
     part = flat(gradient)[: flags.shape[0], :width]
     flags |= (part != 0).any(1).to(torch.uint8)
     flags |= (~torch.isfinite(part)).any(1).to(torch.uint8) * 2
@@ -69,27 +68,51 @@ def any_beyond(gradient: Tensor, width: int, count: int) -> bool:
     return bool((flat(gradient)[:count, width:] != 0).any())
 
 
-def order_active(flags: Tensor, ids: Tensor, first: Tensor) -> tuple[Tensor, int]:
-    """Positions of active rows, those whose id is marked in `first` in front; and how many of these there are.
+def pack_active(
+    gradients: Sequence[Tensor | None], widths: Sequence[int], ids: Tensor, first: Tensor | None
+) -> tuple[Tensor, int, Tensor, bool]:
+    """Rows of which some gradient is not zero, those whose id is marked in `first` in front, ascending within each
+    part.
 
-    flags [n] uint8 (bit 1: active), ids [n] int32, first [N] uint8 -> positions [m] int32.
+    Args:
+        gradients: Gradients of the leaves, contiguous float32, None for zero. [>= n, ...] each.
+        widths: How many leading columns of each matter.
+        ids: Row of the table of each row of the leaves. [n] int32, ascending.
+        first: Rows of the table to put in front. [N] uint8. None: all.
+
+    Returns:
+        Ids [m] int32; how many are in front; the leaves' columns side by side [m, sum of widths] float32; whether a
+        value is not finite.
     """
-    if on_cpu(flags):
-        order = np.empty(flags.shape[0], np.int32)
-        count, front = kernels.order_active(_np(flags), _np(ids), _np(first), order)
-        return torch.from_numpy(order[:count]), int(front)
+    n, total = ids.shape[0], sum(widths)
+    if on_cpu(ids):
+        out = np.empty((n + 1, total), np.float32)
+        out_ids = np.empty(n, np.int32)
+        plain = [None if g is None else flat(g) for g in gradients]
+        leaves = np.array(
+            [(0, 0, w) if g is None else (g.data_ptr(), g.shape[1], w) for g, w in zip(plain, widths)], np.int64
+        ).reshape(-1, 3)
+        marks = np.empty(0, np.uint8) if first is None else _np(first)
+        args = (out.view(np.uint32), out_ids)
+        front, bad = kernels.pack_active(leaves, _np(ids), marks, True, *args, 0)
+        end = front
+        if first is not None:
+            end, also = kernels.pack_active(leaves, _np(ids), marks, False, *args, front)
+            bad = bad or also
+        return torch.from_numpy(out_ids[:end]), int(front), torch.from_numpy(out[:end]), bool(bad)
+    flags = torch.zeros(n, dtype=torch.uint8, device=ids.device)
+    for gradient, width in zip(gradients, widths):
+        if gradient is not None:
+            flag_rows(gradient, width, flags)
     active = (flags & 1) != 0
-    early = active & (first[ids.long()] != 0)
-    front_ids, rest_ids = early.nonzero().flatten(), (active & ~early).nonzero().flatten()
-    return torch.cat((front_ids, rest_ids)).int(), int(front_ids.shape[0])
-
-
-def pack(gradient: Tensor, order: Tensor, width: int, out: Tensor, offset: int) -> None:
-    """out[k, offset : offset + width] = the first `width` columns of gradient[order[k]]."""
-    if on_cpu(gradient):
-        kernels.pack(_np(flat(gradient)), _np(order), width, _np(out), offset)
-    else:
-        out[:, offset : offset + width] = flat(gradient)[order.long(), :width]
+    early = active if first is None else active & (first[ids.long()] != 0)
+    order = torch.cat((early.nonzero().flatten(), (active & ~early).nonzero().flatten()))
+    columns = [
+        torch.zeros((order.shape[0], width), device=ids.device) if g is None else flat(g)[order, :width]
+        for g, width in zip(gradients, widths)
+    ]
+    values = torch.cat(columns, dim=1) if columns else torch.zeros((order.shape[0], 0), device=ids.device)
+    return ids[order], int(early.sum()), values, bool((flags >= 2).any())
 
 
 def scatter_add(target: Tensor, ids: Tensor, rows: Tensor, offset: int, width: int, mask: Tensor | None) -> None:

@@ -19,15 +19,12 @@ def warm_up() -> None:
     mask = torch.ones(_ROWS, dtype=torch.uint8)
     out = torch.empty_like(mask)
     table = torch.zeros(_ROWS, 3)
-    flags = torch.zeros(4, dtype=torch.uint8)
     packed = torch.zeros(4, 3)
 
     rows.ids_of_mask(mask)
     rows.gather(table, ids, packed)
-    rows.flag_rows(packed, 3, flags)
     rows.any_beyond(packed, 3, 4)
-    order, _ = rows.order_active(torch.ones_like(flags), ids, mask)
-    rows.pack(packed, order, 3, packed.clone(), 0)
+    rows.pack_active([packed, None], [3, 1], ids, mask)
     for where in (mask, None):
         rows.scatter_add(table, ids, packed, 0, 3, where)
         rows.clear(table, ids, 3, where)

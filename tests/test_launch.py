@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,9 +20,11 @@ import torch
 import yaml
 from hosts import TwoHosts
 from jobs import ENDED_WITHIN, Job, checkpoints, last_step, ns_train, options, send, torchrun
+from torch.distributed.distributed_c10d import TCPStore
 from training import command, differences, latest, sample_scene
 
 from odin_nerfstudio.glue import launch
+from odin_nerfstudio.glue.meeting import store_of_attempt
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -149,6 +154,29 @@ def test_several_machines_without_a_meeting_point_are_told_what_to_pass() -> Non
     machine = SimpleNamespace(num_devices=1, num_machines=2, machine_rank=0, dist_url="auto")
     with pytest.raises(SystemExit, match=r"Error: .*--machine\.dist-url tcp://.*--machine\.machine-rank.*torchrun"):
         launch.check_machines(machine)
+
+
+def test_ranks_of_an_attempt_meet_apart_from_those_of_the_attempts_before() -> None:
+    """torchrun keeps its store over a restart, with what the killed ranks left in it."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    within = timedelta(seconds=30)
+    names: list[set[bytes]] = []
+    for delays in ([0.2, 0.0, 0.0], [0.0, 0.2, 0.1]):  # rank 0 comes last, or first and sees old words
+
+        def meet(rank: int, delays: list[float] = delays) -> bytes:
+            mine = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+            time.sleep(delays[rank])
+            part = store_of_attempt(mine, rank, 3, within)
+            if rank == 0:
+                part.set("name", secrets.token_hex(8))
+            part.wait(["name"], within)
+            return part.get("name")
+
+        with ThreadPoolExecutor(3) as pool:
+            names.append(set(pool.map(meet, range(3))))
+    assert [len(n) for n in names] == [1, 1] and names[0] != names[1]
+    with pytest.raises(RuntimeError, match=r"ranks \[1, 2, 3\] did not come within 0.5 s"):
+        store_of_attempt(store, 0, 4, timedelta(seconds=0.5))
 
 
 @pytest.mark.parametrize("chosen", [True, False])

@@ -17,8 +17,10 @@ from typing import Any, Literal, NoReturn
 import torch
 import torch.distributed as dist
 from nerfstudio.utils import comms
+from torch.distributed.rendezvous import rendezvous
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
+from odin_nerfstudio.glue.meeting import store_of_attempt
 from odin_nerfstudio.runtime.faults import EXIT_CODE
 
 GROUP_TIMEOUT = timedelta(seconds=120)
@@ -90,6 +92,8 @@ def end_with_parent() -> None:
 def join_group(place: Place, device_type: str, init_method: str | None = None) -> None:
     """Joins the job's process group: gloo for control and CPU tensors, NCCL for CUDA tensors.
 
+    init_method: the address at which ranks meet; None: that of torchrun.
+
     Raises:
         RuntimeError: the others did not come within :data:`GROUP_TIMEOUT`, or the address is wrong.
         SystemExit: the machines run different numbers of ranks.
@@ -97,9 +101,14 @@ def join_group(place: Place, device_type: str, init_method: str | None = None) -
     if device_type == "cuda":
         torch.cuda.set_device(place.local_rank)
     try:
+        store = None
+        if init_method is None:
+            shared, _, _ = next(rendezvous("env://", timeout=GROUP_TIMEOUT))
+            store = store_of_attempt(shared, place.rank, place.ranks, GROUP_TIMEOUT)
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
             init_method=init_method,
+            store=store,
             world_size=place.ranks,
             rank=place.rank,
             timeout=GROUP_TIMEOUT,

@@ -9,7 +9,7 @@ import numpy as np
 from odin_nerfstudio.planning.ordering import Search, Settled
 from odin_nerfstudio.planning.shuffle import keyed_permutation
 from odin_nerfstudio.planning.slots import EpochSlots
-from odin_nerfstudio.planning.template import LARGE, Template, make_template, proposals
+from odin_nerfstudio.planning.template import Template, make_template, proposals
 
 if TYPE_CHECKING:
     from odin_nerfstudio.planning.schedule import Plan
@@ -59,8 +59,8 @@ def make_epoch(plan: Plan, search: Search, epoch: int, neighbours: dict[int, np.
     }
     order = search.anneal(
         _turned_template(plan, epoch, slots), slots,
-        proposals=proposals(plan.views, 800, 60_000), heat=0.12 if plan.views <= LARGE else 0.05,
-        key=(plan.seed, epoch, 3), before=around.get(epoch - 1), after=around.get(epoch + 1),
+        proposals=proposals(plan.views, 3000, 200_000), heat=0.05, key=(plan.seed, epoch, 3),
+        before=around.get(epoch - 1), after=around.get(epoch + 1),
     )  # fmt: skip
     return _part_twins(plan, epoch, order, slots, neighbours, by_rank=True)
 

@@ -50,34 +50,25 @@ def _lag_cost(gap, written, read, lag_weight):
 
 
 @numba.njit(cache=True, nogil=True)
-def _wrap(gap, period):
-    """The shortest way around a circle of ``period`` steps; 0 for no circle."""
-    if period > 0:
-        if 2 * gap > period:
-            return gap - period
-        if 2 * gap < -period:
-            return gap + period
-    return gap
-
-
-@numba.njit(cache=True, nogil=True)
-def _placed_cost(v, step, rank, without, period, indptr, neighbours, written, read, step_of, rank_of, lag_weight):
+def _placed_cost(v, step, rank, without, indptr, neighbours, written, read, step_of, rank_of, gap_weight):
     """Conflicts of view v with all but ``without`` if it ran in this step on this rank."""
     total = np.int64(0)
+    zero = gap_weight.shape[0] // 2
     for k in range(indptr[v], indptr[v + 1]):
         u = neighbours[k]
         if u != without and rank_of[u] != rank:
-            total += _lag_cost(_wrap(step - step_of[u], period), written[k], read[k], lag_weight)
+            gap = step - step_of[u]
+            total += read[k] * gap_weight[zero + gap] + written[k] * gap_weight[zero - gap]
     return total
 
 
 @numba.njit(cache=True, nogil=True)
-def _pair_change(v, u, gap, indptr, neighbours, written, read, lag_weight):
+def _pair_change(v, u, gap, indptr, neighbours, written, read, gap_weight):
     """Change of the cost between v and u on different ranks as they change places, v going ``gap`` steps onwards."""
+    zero = gap_weight.shape[0] // 2
     for k in range(indptr[v], indptr[v + 1]):
         if neighbours[k] == u:
-            after = _lag_cost(gap, written[k], read[k], lag_weight)
-            return after - _lag_cost(-gap, written[k], read[k], lag_weight)
+            return (read[k] - written[k]) * (gap_weight[zero + gap] - gap_weight[zero - gap])
     return 0
 
 
@@ -92,8 +83,8 @@ def _balance_change(shift, s, r, t, q, step_load, cell_load, balance):
 
 @numba.njit(cache=True, nogil=True)
 def anneal_slots(
-    order, slot_step, slot_rank, free_ranks, period, rank_start, rank_slots, step_load, cell_load, load, balance,
-    indptr, neighbours, written, read, step_of, rank_of, lag_weight, near, exponential, proposals, first, state,
+    order, slot_step, slot_rank, free_ranks, rank_start, rank_slots, step_load, cell_load, load, balance,
+    indptr, neighbours, written, read, step_of, rank_of, gap_weight, near, exponential, proposals, first, state,
 ):  # fmt: skip
     """Exchange the views of random pairs of slots. Costs are taken from the graph, without a table, so memory is small
     and ranks may change.
@@ -102,7 +93,7 @@ def anneal_slots(
         updated.
     free_ranks: Whether views may change rank; else the pairs are of one rank, whose slots are
         rank_slots[rank_start[r]:rank_start[r + 1]].
-    period: Steps after which the epoch repeats itself, 0 for never.
+    gap_weight: Weight of a conflict by the steps from writer to reader, see :func:`ordering.gap_weights`.
     step_load, cell_load, load, balance: Load of each step (steps,), of each rank in it (steps, R), and of each view.
         A step costs balance * (R * sum over ranks of their load² - (load of the step)²), R² times their variance.
     near: (V, 2 e) extra cost of a view in one of the first (column c < e: c steps after the first) or last steps
@@ -132,13 +123,13 @@ def anneal_slots(
             continue
         v, u = order[a], order[b]
         delta = (
-            _placed_cost(v, t, q, u, period, indptr, neighbours, written, read, step_of, rank_of, lag_weight)
-            + _placed_cost(u, s, r, v, period, indptr, neighbours, written, read, step_of, rank_of, lag_weight)
-            - _placed_cost(v, s, r, u, period, indptr, neighbours, written, read, step_of, rank_of, lag_weight)
-            - _placed_cost(u, t, q, v, period, indptr, neighbours, written, read, step_of, rank_of, lag_weight)
+            _placed_cost(v, t, q, u, indptr, neighbours, written, read, step_of, rank_of, gap_weight)
+            + _placed_cost(u, s, r, v, indptr, neighbours, written, read, step_of, rank_of, gap_weight)
+            - _placed_cost(v, s, r, u, indptr, neighbours, written, read, step_of, rank_of, gap_weight)
+            - _placed_cost(u, t, q, v, indptr, neighbours, written, read, step_of, rank_of, gap_weight)
         )
         if r != q and s != t:
-            delta += _pair_change(v, u, _wrap(t - s, period), indptr, neighbours, written, read, lag_weight)
+            delta += _pair_change(v, u, t - s, indptr, neighbours, written, read, gap_weight)
         shift = load[u] - load[v]
         if s != t or r != q:
             delta += _balance_change(shift, s - low, r, t - low, q, step_load, cell_load, balance)
@@ -244,16 +235,15 @@ def anneal_profile(
 
 
 @numba.njit(cache=True, nogil=True)
-def total_cost(indptr, neighbours, written, step_of, rank_of, lag_weight, step_load, cell_load, balance, period):
+def total_cost(indptr, neighbours, written, step_of, rank_of, gap_weight, step_load, cell_load, balance):
     """The objective: weighted conflicts between views of different ranks, and the balance of steps."""
     total = np.int64(0)
+    zero = gap_weight.shape[0] // 2
     for v in range(step_of.shape[0]):
         for k in range(indptr[v], indptr[v + 1]):
             u = neighbours[k]
             if rank_of[u] != rank_of[v]:
-                gap = _wrap(step_of[u] - step_of[v], period)
-                if 0 <= gap < lag_weight.shape[0]:
-                    total += written[k] * lag_weight[gap]
+                total += written[k] * gap_weight[zero + step_of[u] - step_of[v]]
     for s in range(step_load.shape[0]):
         total -= balance * step_load[s] * step_load[s]
         for r in range(cell_load.shape[1]):

@@ -86,11 +86,10 @@ class Search:
                 g.written,
                 step_of,
                 rank_of,
-                self.lag_weight,
+                gap_weights(self.lag_weight, len(step_load), period),
                 step_load,
                 cell_load,
                 self.balance,
-                period,
             )
         )
 
@@ -140,8 +139,9 @@ class Search:
         common = (order, slots.step, slots.rank)
         lists = (rank_start, by_rank, step_load, cell_load, self.load, self.balance)
         if free_ranks or len(order) * len(step_load) > PROFILE_LIMIT:
-            kernels_order.anneal_slots(*common, free_ranks, period, *lists, *edges, step_of, rank_of, self.lag_weight,
-                                       near, exponential, proposals, first, state)  # fmt: skip
+            gap_weight = gap_weights(self.lag_weight, len(step_load), period)
+            kernels_order.anneal_slots(*common, free_ranks, *lists, *edges, step_of, rank_of, gap_weight, near,
+                                       exponential, proposals, first, state)  # fmt: skip
         else:
             profile = self._profile(near, len(step_load))
             kernels_order.fill_profile(profile, int(slots.step[0]), *edges, step_of, rank_of, self.lag_weight)
@@ -184,6 +184,27 @@ class Search:
             profile[:, c] += near[:, c]
             profile[:, steps - 1 - c] += near[:, near.shape[1] // 2 + c]
         return profile
+
+
+def gap_weights(lag_weight: np.ndarray, steps: int, period: int) -> np.ndarray:
+    """Weight of a conflict by how many steps its reader runs after its writer.
+
+    Args:
+        lag_weight: Weight by distance, see :class:`Search`.
+        steps: Steps of the epoch.
+        period: Steps after which the epoch repeats itself, 0 for never. A pair then meets at every distance that is
+            congruent to its gap: in short epochs, more than once.
+
+    Returns:
+        Entry ``steps - 1 + gap``. (2 steps - 1,) int64
+    """
+    weight = np.zeros(2 * steps - 1, np.int64)
+    for at, gap in enumerate(range(1 - steps, steps)):
+        if period:
+            weight[at] = lag_weight[gap % period :: period].sum()
+        elif 0 <= gap < len(lag_weight):
+            weight[at] = lag_weight[gap]
+    return weight
 
 
 def exponential_table(size: int) -> np.ndarray:

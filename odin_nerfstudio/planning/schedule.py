@@ -224,7 +224,7 @@ def make_plan(
     max_delay: int = 2,
     cost: np.ndarray | None = None,
     plan_ranks: int | None = None,
-    diversity: float = 0.02,
+    diversity: float = 0.2,
 ) -> Plan:
     """Plan which view each lane of each step renders, and on which rank.
 
@@ -245,9 +245,9 @@ def make_plan(
         plan_ranks: Ranks to make the order for, default ``ranks``. Two plans that differ only in ``ranks`` have the
             same views in every step and lane.
         diversity: Weight of overlap between views of one step on different ranks, relative to a conflict between
-            neighbouring steps. Such overlap is no hazard (all lanes read the same version); the default only decides
-            between orders that are equally free of conflicts. Larger values give steps whose views are spread over the
-            scene, as in random order, at the price of more conflicts: 0.3 is nearly as diverse as random order.
+            neighbouring steps. Such overlap is no hazard (all lanes read the same version); but it makes a
+            step look at one place only. The default gives steps about as varied as in random order; smaller values have
+            fewer conflicts, and 0.02 only decides between orders that are equally free of them.
 
     Raises:
         ValueError: An argument is out of range.

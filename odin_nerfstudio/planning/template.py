@@ -62,7 +62,6 @@ def make_template(search: Search, slots: EpochSlots, lanes: int, ranks: int, see
     step = slots.step - slots.step[0]
     # The template repeats itself after the full steps: the views of an incomplete last one run beside the first.
     steps = views // lanes
-    period = steps if steps >= 2 * len(search.lag_weight) - 1 else 0
     capacity = fixed_capacity(views, lanes, ranks)
     starts = [_by_rank(search, slots, capacity, seed)]
     phases = (2, 3, 4) if views <= LARGE else (4,)
@@ -72,10 +71,10 @@ def make_template(search: Search, slots: EpochSlots, lanes: int, ranks: int, see
     best, best_cost = starts[0], None
     for number, start in enumerate(starts):
         order = search.anneal(
-            start, slots, proposals=proposals(views, 3000, 200_000), heat=0.3 if views <= LARGE else 0.05,
-            key=(seed, 5, number), free_ranks=True, period=period,
+            start, slots, proposals=proposals(views, 10_000, 600_000), heat=0.3 if views <= LARGE else 0.05,
+            key=(seed, 5, number), free_ranks=True, period=steps,
         )  # fmt: skip
-        cost = search.cost(order, slots, period)
+        cost = search.cost(order, slots, steps)
         if best_cost is None or cost < best_cost:
             best, best_cost = order, cost
     rank_of, step_of = np.empty(views, np.int32), np.empty(views, np.int64)

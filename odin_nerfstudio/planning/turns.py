@@ -1,8 +1,9 @@
 """How each epoch turns the template: at which step it begins, and whether it runs backwards.
 
 Turning makes epochs differ at no cost within the epoch, since the template is searched as repeating itself. What
-turning costs is paid where two epochs meet; so the next turn is drawn among those that follow well on the last one. A
-chain of draws is begun anew every ``ERA`` epochs, so that any epoch can be made without all before it.
+turning costs is paid where two epochs meet; so the next turn is drawn among those that follow on the last one no worse
+than it would itself, and the best few. A chain of draws is begun anew every ``ERA`` epochs, so that any epoch can be
+made without all before it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from odin_nerfstudio.planning.slots import rank_of_lanes
 ERA = 16
 FEW_STEPS = 64
 """Steps per epoch up to which turns are matched. Where epochs are longer, their ends hardly count."""
-TOLERANCE = 1.25
+BEST_TURNS = 4
+"""Turns to draw from, at least: with fewer, all epochs would be much the same."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Turns:
         for number in range(first + 1, epoch + 1):
             cost = self.seam[turn]
             others = np.delete(np.arange(turns), turn)
-            bound = max(int(cost[turn]), int(cost[others].min())) * TOLERANCE
+            bound = max(int(cost[turn]), int(np.sort(cost[others])[:BEST_TURNS].max()))
             good = others[cost[others] <= bound]
             turn = int(good[self._draw(number, len(good))])
         return turn % self.steps, turn >= self.steps

@@ -29,7 +29,7 @@ class PlanCommand:
     """Seed of the plan."""
     max_delay: int = 2
     """Conflicts are counted over this many steps and one more."""
-    diversity: float = 0.02
+    diversity: float = 0.2
     """Cost of overlap between the views of one step, as a multiple of a conflict between steps."""
     wait: float | None = None
     """Share of time that barriers wait, if you have measured it; the expected gain rests on it."""

@@ -27,7 +27,7 @@ from odin_nerfstudio.runtime.engine import Engine, EngineOptions
 from odin_nerfstudio.runtime.faults import EXIT_CODE, FaultLimits, RankFailure
 from odin_nerfstudio.runtime.gate import POLICIES
 from odin_nerfstudio.runtime.gloo import GlooTransport
-from odin_nerfstudio.runtime.keyed import keyed_randomness, mix
+from odin_nerfstudio.runtime.keyed import derive_seed, keyed_randomness
 from odin_nerfstudio.runtime.shadow import Task
 from odin_nerfstudio.runtime.statistics import DensificationStatistics
 from odin_nerfstudio.runtime.store import DenseTerm, RowTable, ViewRow
@@ -197,7 +197,7 @@ class Scene:
         return image, {"means2d": means2d, "radii": radii, "width": 8, "height": 8, "n_cameras": self.toy.lanes}
 
     def loss(self, image: Tensor, step: int, lane: int, view: int) -> Tensor:
-        g = torch.Generator().manual_seed(mix(step, lane) & 0xFFFFFFFF)
+        g = torch.Generator().manual_seed(derive_seed(step, lane))
         return ((image + 0.05 * torch.rand(3, generator=g) - self.targets[view]) ** 2).mean() / self.toy.lanes
 
 

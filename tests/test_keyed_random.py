@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from odin_nerfstudio.glue.checkpoint import to_plain
-from odin_nerfstudio.glue.keyed_random import derive_seed, generator_states, keyed_generator, restore_generators
+from odin_nerfstudio.glue.global_random import generator_states, restore_generators
+from odin_nerfstudio.runtime.keyed import derive_seed, keyed_generator
 
 
 def test_same_key_same_numbers_and_other_keys_others() -> None:

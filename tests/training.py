@@ -73,7 +73,7 @@ def small_config(scene: Path, outputs: Path, steps: int, **options: Any) -> Any:
 
 def train(config: Any) -> Any:
     """Trains in this process and returns the trainer."""
-    from odin_nerfstudio.glue.keyed_random import seed_everything
+    from odin_nerfstudio.glue.global_random import seed_everything
 
     config.set_timestamp()
     config.save_config()

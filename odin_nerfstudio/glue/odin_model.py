@@ -13,32 +13,17 @@ from nerfstudio.cameras.cameras import Cameras
 from nerfstudio.engine.callbacks import TrainingCallback, TrainingCallbackAttributes, TrainingCallbackLocation
 from nerfstudio.models.splatfacto import RGB2SH, SplatfactoModel, SplatfactoModelConfig
 
+from odin_nerfstudio.glue.cameras import world_to_camera
 from odin_nerfstudio.glue.compat import without_lpips_download
-from odin_nerfstudio.glue.keyed_random import keyed_generator
 from odin_nerfstudio.glue.lpips_metric import OptionalLpips
 from odin_nerfstudio.rendering import rasterization
 from odin_nerfstudio.rendering.losses import photometric_loss
+from odin_nerfstudio.runtime.keyed import keyed_generator
 
 NEAR_PLANE, FAR_PLANE = 0.01, 1e10
 
 ROW_FIELDS = ("means", "scales", "quats", "features_dc", "features_rest", "opacities")
 """The per-primitive parameters of splatfacto, in the order of its optimizers."""
-
-
-def world_to_camera(camera_to_world: torch.Tensor) -> torch.Tensor:
-    """World-to-camera matrices in gsplat's (OpenCV) axes.
-
-    Args:
-        camera_to_world: ``[C, 3, 4]`` poses in nerfstudio's (OpenGL) axes.
-
-    Returns:
-        ``[C, 4, 4]``, differentiable. Eager on purpose: the compiled original needs a C++ compiler and 20 s.
-    """
-    flip = camera_to_world.new_tensor([1.0, -1.0, -1.0])
-    inverse_rotation = (camera_to_world[:, :3, :3] * flip).transpose(1, 2)
-    translation = -torch.bmm(inverse_rotation, camera_to_world[:, :3, 3:4])
-    last_row = camera_to_world.new_tensor([0.0, 0.0, 0.0, 1.0]).expand(len(camera_to_world), 1, 4)
-    return torch.cat((torch.cat((inverse_rotation, translation), dim=2), last_row), dim=1)
 
 
 @dataclass

@@ -20,8 +20,8 @@ from nerfstudio.viewer.viewer import Viewer
 from odin_nerfstudio.glue import job
 from odin_nerfstudio.glue.checkpoint import CheckpointError, find_checkpoint, read_checkpoint, write_checkpoint
 from odin_nerfstudio.glue.checks import InputError
+from odin_nerfstudio.glue.global_random import generator_states, restore_generators, seed_everything
 from odin_nerfstudio.glue.interrupts import InterruptRequests
-from odin_nerfstudio.glue.keyed_random import generator_states, restore_generators, seed_everything
 from odin_nerfstudio.glue.launch import Place
 from odin_nerfstudio.glue.odin_pipeline import OdinPipeline, OdinPipelineConfig
 from odin_nerfstudio.glue.report import StepScalars, report

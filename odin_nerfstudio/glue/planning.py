@@ -5,30 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from nerfstudio.cameras.cameras import Cameras
 from nerfstudio.data.dataparsers.base_dataparser import DataParserConfig
 from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParserConfig
 from nerfstudio.utils.rich_utils import CONSOLE
 from scipy import sparse
 
+from odin_nerfstudio.glue.cameras import view_geometry
 from odin_nerfstudio.glue.odin_datamanager import OdinDataManager
-from odin_nerfstudio.glue.odin_model import world_to_camera
 from odin_nerfstudio.glue.odin_options import OdinOptions
-from odin_nerfstudio.planning.geometry import ViewGeometry
 from odin_nerfstudio.planning.rlg import Rlg, relative_locality_graph
 from odin_nerfstudio.planning.schedule import Plan, make_plan
 from odin_nerfstudio.planning.tracks import Tracks, find_model, tracks_for_dataset
-
-
-def view_geometry(cameras: Cameras) -> ViewGeometry:
-    """nerfstudio's cameras ``[V]`` as the planner's."""
-    matrices = world_to_camera(cameras.camera_to_worlds).numpy(force=True)
-    return ViewGeometry(
-        world_to_camera=matrices,
-        K=cameras.get_intrinsics_matrices().numpy(force=True),
-        width=cameras.width.reshape(-1).numpy(force=True),
-        height=cameras.height.reshape(-1).numpy(force=True),
-    )
 
 
 def model_folder(dataparser: DataParserConfig) -> Path | None:

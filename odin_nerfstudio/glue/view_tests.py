@@ -6,7 +6,8 @@ import torch
 from nerfstudio.cameras.cameras import Cameras
 from torch import Tensor
 
-from odin_nerfstudio.glue.odin_model import NEAR_PLANE, OdinSplatfactoModel, world_to_camera
+from odin_nerfstudio.glue.cameras import world_to_camera
+from odin_nerfstudio.glue.odin_model import NEAR_PLANE, OdinSplatfactoModel
 from odin_nerfstudio.runtime.candidates import ViewTest
 
 BEHIND = 10.0

@@ -1,7 +1,12 @@
-"""Randomness keyed by (seed, step), so that every rank draws the same numbers without communicating."""
+"""Randomness keyed by what it is for, never by rank, arrival or the history of a global generator.
+
+Runs that agree on (seed, step, lane) draw the same numbers, whatever the number of ranks and wherever they were
+resumed.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,12 +14,24 @@ import numpy as np
 import torch
 
 
-def mix(seed: int, step: int) -> int:
-    """A well-spread 63-bit number for (seed, step) (SplitMix64's finalizer)."""
-    z = (seed * 0x9E3779B97F4A7C15 + step * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019) & 0xFFFFFFFFFFFFFFFF
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-    return (z ^ (z >> 31)) >> 1
+def derive_seed(seed: int, *key: int | str) -> int:
+    """A 63-bit seed for one purpose.
+
+    Args:
+        seed: the run's seed.
+        key: what the numbers are for, for example ``("background", step, lane)``.
+
+    Returns:
+        A non-negative integer that depends on all arguments and on nothing else (SHA-256, so that neighbouring
+        keys give unrelated streams).
+    """
+    text = "/".join(str(part) for part in (seed, *key))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+def keyed_generator(seed: int, *key: int | str) -> torch.Generator:
+    """A CPU generator for one purpose; see :func:`derive_seed`."""
+    return torch.Generator().manual_seed(derive_seed(seed, *key))
 
 
 @contextmanager
@@ -25,7 +42,7 @@ def keyed_randomness(seed: int, step: int, device: torch.device) -> Iterator[Non
     )
     before = np.random.get_state()
     with torch.random.fork_rng(devices=devices):
-        key = mix(seed, step)
+        key = derive_seed(seed, "structural", step)
         torch.manual_seed(key)
         np.random.seed(key & 0xFFFFFFFF)
         try:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from odin_nerfstudio.planning import colmap
-from odin_nerfstudio.planning.geometry import ViewGeometry
 from odin_nerfstudio.planning.tracks import Tracks, find_model, tracks_for_dataset
 
 
@@ -46,6 +45,8 @@ def training_tracks(data: Path, dataparser: str | None = None, seed: int = 0) ->
     name = dataparser or detect_dataparser(data)
     if name == "colmap":
         return _colmap_tracks(data)
+    from odin_nerfstudio.glue.cameras import view_geometry
+
     outputs = _parse(name, data)
     cameras = view_geometry(outputs.cameras)
     points = outputs.metadata.get("points3D_xyz")
@@ -88,16 +89,3 @@ def _names_points(data: Path) -> bool:
 
     path = data if data.suffix == ".json" else data / "transforms.json"
     return "ply_file_path" in json.loads(path.read_text(encoding="utf-8"))
-
-
-def view_geometry(cameras: Any) -> ViewGeometry:
-    """Planning's cameras from nerfstudio's (OpenGL, camera to world)."""
-    count = len(cameras)
-    pose = np.tile(np.eye(4), (count, 1, 1))
-    pose[:, :3, :4] = cameras.camera_to_worlds.cpu().numpy()[:, :3, :4]
-    pose[:, :3, 1:3] *= -1.0
-    K = np.tile(np.eye(3), (count, 1, 1))
-    for (row, column), value in {(0, 0): "fx", (1, 1): "fy", (0, 2): "cx", (1, 2): "cy"}.items():
-        K[:, row, column] = getattr(cameras, value).cpu().numpy().reshape(count)
-    size = [getattr(cameras, side).cpu().numpy().reshape(count).astype(np.int64) for side in ("width", "height")]
-    return ViewGeometry(np.linalg.inv(pose), K, size[0], size[1])

@@ -1,37 +1,15 @@
-"""Randomness keyed by what it is for, never by rank, arrival or the history of a global generator.
+"""The global generators of a process: seeded alike on every rank, saved and restored with checkpoints.
 
-Two runs that agree on (seed, step, lane) draw the same numbers, whatever the number of ranks and wherever they
-were resumed.
+Training itself draws from generators keyed by (seed, step, lane); see :mod:`odin_nerfstudio.runtime.keyed`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import random
 from typing import Any, cast
 
 import numpy as np
 import torch
-
-
-def derive_seed(seed: int, *key: int | str) -> int:
-    """A 63-bit seed for one purpose.
-
-    Args:
-        seed: the run's seed.
-        key: what the numbers are for, for example ``("background", step, lane)``.
-
-    Returns:
-        A non-negative integer that depends on all arguments and on nothing else (SHA-256, so that neighbouring
-        keys give unrelated streams).
-    """
-    text = "/".join(str(part) for part in (seed, *key))
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
-
-
-def keyed_generator(seed: int, *key: int | str) -> torch.Generator:
-    """A CPU generator for one purpose; see :func:`derive_seed`."""
-    return torch.Generator().manual_seed(derive_seed(seed, *key))
 
 
 def seed_everything(seed: int) -> None:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -134,19 +135,20 @@ def _step_range(
     end: int,
 ) -> None:
     columns = tables[0].shape[1]
+    advance: Any = kernels.advance
     s = _scratch(columns)
     state = np.array([0, 0, 0, 0, s.dirty], np.int64)
     s.dirty = 1  # whatever happens in between
     scalars = np.array([*numbers.moments, *numbers.denominator, numbers.a[0]], np.float32)
-    fixed = (*tables, mask, parts, at, state, scalars, how.fused_lerp, how.fused_square, how.ieee_sqrt)
-    buffers = (s.gradient, s.ids, s.moments, s.roots_np)
+    fixed: tuple[Any, ...] = (*tables, mask, parts, at, state, scalars, how.fused_lerp, how.fused_square, how.ieee_sqrt)
+    buffers: tuple[Any, ...] = (s.gradient, s.ids, s.moments, s.roots_np)
     per_chunk = s.floats // columns
     for start in range(begin, end, per_chunk):
-        count = kernels.advance(*fixed, *buffers, start, min(start + per_chunk, end))
+        count = advance(*fixed, *buffers, start, min(start + per_chunk, end))
         if count == kernels.UNSORTED:
             raise ValueError("parts: ids must ascend within each part")
         if count and not how.ieee_sqrt:
             used = s.roots[:count]
             torch.sqrt(used, out=used)
-    kernels.advance(*fixed, *buffers, end, end)
+    advance(*fixed, *buffers, end, end)
     s.dirty = int(state[4])

@@ -86,7 +86,9 @@ def pack_active(
     """
     n, total = ids.shape[0], sum(widths)
     if on_cpu(ids):
-        out = np.empty((n + 1, total), np.float32)
+        from odin_nerfstudio.rendering.cpu import buffers  # defines the rasterizer's kernels: not where CUDA renders
+
+        out = buffers.empty((n + 1, total))
         out_ids = np.empty(n, np.int32)
         plain = [None if g is None else flat(g) for g in gradients]
         leaves = np.array(

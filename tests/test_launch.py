@@ -20,7 +20,7 @@ import torch
 import yaml
 from hosts import TwoHosts
 from jobs import ENDED_WITHIN, Job, checkpoints, last_step, ns_train, options, send, torchrun
-from torch.distributed.distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from training import command, differences, latest, sample_scene
 
 from odin_nerfstudio.glue import launch

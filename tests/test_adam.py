@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from odin_nerfstudio.runtime import adam
 from odin_nerfstudio.runtime.adam import OdinAdam, cpu_arithmetic, publish_rows
+from odin_nerfstudio.runtime.adam_parts import GradientPart, step_parts, steps_parts
 
 SHAPES = [(1,), (7,), (1, 1), (5, 3), (333, 4), (1000, 15, 3), (70_001, 1), (3, 20_000), ()]
 """Tails of every kind, rows longer than a chunk, a scalar."""
@@ -190,3 +192,32 @@ def test_wrong_arguments_are_named(argument: str, change: dict) -> None:
     }  # fmt: skip
     with pytest.raises(ValueError, match=argument):
         publish_rows(**(arguments | change))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_gradient_in_parts_gives_the_bits_of_a_dense_one(masked: bool) -> None:
+    """Parts are added in order, in columns of wider rows; threads and chunks do not show."""
+    n, columns = 40_000, 5
+    generator = torch.Generator().manual_seed(3)
+    start = [torch.randn(n, columns, generator=generator) for _ in range(2)]
+    start.append(torch.rand(n, columns, generator=generator))
+    dense = torch.zeros(n, columns)
+    parts = []
+    for count, offset, width in ((9000, 2, 5), (7000, 0, 3), (0, 0, 5)):
+        ids = torch.randperm(n, generator=generator)[:count].sort().values.int()
+        values = torch.randn(count, 8, generator=generator)
+        dense[ids.long(), :width] += values[:, offset : offset + width]
+        parts.append(GradientPart(ids, values, offset, width))
+    mask = (torch.rand(n, generator=generator) < 0.6).to(torch.uint8) if masked else None
+    if not steps_parts(*start, betas=(0.9, 0.999)):
+        pytest.skip("no kernel has the bits of torch.optim.Adam on this machine")
+    rules: dict[str, Any] = {"step": 7, "lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-15}
+    p, m, v = expected = [t.clone() for t in start]
+    publish_rows(p, m, v, dense, torch.ones(n, dtype=torch.bool) if mask is None else mask, **rules)
+    for threads in (1, 2):
+        p, m, v = stepped = [t.clone() for t in start]
+        step_parts(p, m, v, parts, mask, threads=threads, **rules)
+        assert all(torch.equal(a, b) for a, b in zip(expected, stepped)), threads
+    backwards = GradientPart(parts[0].ids.roll(1), parts[0].values, 0, 5)
+    with pytest.raises(ValueError, match="ids"):
+        step_parts(p, m, v, [backwards], mask, **rules)

@@ -7,6 +7,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 install_plugin plots
 export PATH="$venv/bin:$PATH"
+export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore::FutureWarning}" # nerfstudio with a newer torch
 folder="$repository/outputs/quickstart"
 scene="$folder/object"
 run="$folder/runs/object/odin-splatfacto/quickstart"

@@ -99,6 +99,7 @@ class OdinTrainer(Trainer):
         """Builds pipeline, optimizers, plan and engine; faults of the input end the program with one line."""
         try:
             super().setup(test_mode)
+            self.pipeline.splats.strategy.verbose = self.rank == 0  # every rank does the same surgery
             self.runner = StepRunner(self.pipeline, self.optimizers, self.transport, self._start_step, self.timer)
             self.runner.engine.on_step(StepScalars(self.config.logging.steps_per_log))
             if self.rank == 0 and Place.of_torchrun() is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from nerfstudio.data.dataparsers.base_dataparser import DataParserConfig
 from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParserConfig
+from nerfstudio.utils import comms
 from nerfstudio.utils.rich_utils import CONSOLE
 from scipy import sparse
 
@@ -46,16 +47,17 @@ def plan_for(
     The order is made for as many ranks as there are lanes, so that it is the same for every number of ranks.
     """
     views = len(datamanager.train_dataset)
+    log = CONSOLE.log if comms.is_main_process() else (lambda _text: None)
     if views_per_step == 1:
         # One task at a time conflicts with nothing: no tracks are needed, and views are shuffled.
         none = sparse.csr_matrix((views, views), dtype=np.float32)
         rlg = Rlg(none, unknown=np.zeros(views, bool), sizes=np.ones(views, np.int64))
-        CONSOLE.log(f"Plan: {views} views, shuffled anew in every epoch (seed {seed})")
+        log(f"Plan: {views} views, shuffled anew in every epoch (seed {seed})")
     else:
         tracks = training_tracks(datamanager, seed)
         rlg = relative_locality_graph(tracks)
         statistics = rlg.statistics()
-        CONSOLE.log(
+        log(
             f"Plan: {views} views, order {options.order}, co-visibility from {tracks.source}: {tracks.points} points, "
             f"mean weight {statistics['mean']:.3f}, {100 * statistics['zero_share']:.0f} % of view pairs share nothing"
         )

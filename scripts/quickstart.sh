@@ -38,6 +38,7 @@ ns-export gaussian-splat --load-config "$run/config.yml" --output-dir "$folder/e
 say "Done"
 python - "$folder" "$run" <<'PY'
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -47,5 +48,6 @@ print("  ".join(f"{name.upper()} {results[name]:.3f}" for name in ("psnr", "ssim
 print(f"metrics     {folder / 'metrics.json'}")
 print(f"checkpoint  {run / 'nerfstudio_models'}")
 print(f"splats      {folder / 'export' / 'splat.ply'}")
-print(f"look at it  {sys.prefix}/bin/ns-viewer --load-config {run / 'config.yml'}")
+viewer = shlex.join([f"{sys.prefix}/bin/ns-viewer", "--load-config", str(run / "config.yml")])
+print(f"look at it  {viewer}")
 PY

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -12,6 +13,10 @@ import pytest
 from hypothesis import settings
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell's background job ignores Ctrl-C and hands that on to its children, also to those that tests interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("odin", derandomize=True, deadline=None)  # the same examples in every run of the suite
 settings.load_profile("odin")

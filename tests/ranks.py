@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing.spawn as torch_spawn
+import torch.multiprocessing as mp
 from training import small_config
 
 
@@ -46,4 +46,4 @@ def run_on_ranks(ranks: int, jobs: list[tuple[Path, Path, int, dict[str, Any]]])
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     jobs = [(s, o, n, {"pipeline__odin__scale_schedule": False, **options}) for s, o, n, options in jobs]
-    torch_spawn.spawn(_rank, args=(ranks, free_port(), jobs), nprocs=ranks, join=True)
+    mp.spawn(_rank, args=(ranks, free_port(), jobs), nprocs=ranks, join=True)  # type: ignore[attr-defined]

@@ -122,14 +122,3 @@ def test_image_of_another_size_than_its_camera_is_named(scene: Path, tmp_path: P
     Image.open(path).resize((60, 48)).save(path)
     with pytest.raises(InputError, match=path.name):
         manager(copy)
-
-
-def test_ranks_on_unlike_plans_are_named(scene: Path) -> None:
-    from odin_nerfstudio.glue.input_error import InputError
-    from odin_nerfstudio.glue.planning import require_same_plan
-
-    data = manager(scene)
-    plans = [plan_for(data, OdinOptions(), seed=seed, ranks=2, views_per_step=2) for seed in (1, 1, 2)]
-    require_same_plan(plans[1].fingerprint(), plans[0].fingerprint(), rank=1)
-    with pytest.raises(InputError, match="rank 1 planned other views than rank 0"):
-        require_same_plan(plans[2].fingerprint(), plans[0].fingerprint(), rank=1)

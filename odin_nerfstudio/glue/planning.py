@@ -12,7 +12,6 @@ from nerfstudio.utils.rich_utils import CONSOLE
 from scipy import sparse
 
 from odin_nerfstudio.glue.cameras import view_geometry
-from odin_nerfstudio.glue.input_error import InputError
 from odin_nerfstudio.glue.odin_datamanager import OdinDataManager
 from odin_nerfstudio.glue.odin_options import OdinOptions
 from odin_nerfstudio.planning.rlg import Rlg, relative_locality_graph
@@ -38,19 +37,6 @@ def training_tracks(datamanager: OdinDataManager, seed: int) -> Tracks:
         None if points is None else points.numpy(force=True),
         seed=seed,
     )
-
-
-def require_same_plan(mine: str, of_rank_0: str, rank: int) -> None:
-    """Compares fingerprints: ranks on unlike plans would wait for views that nobody renders.
-
-    Raises:
-        InputError: they differ.
-    """
-    if mine != of_rank_0:
-        raise InputError(
-            f"rank {rank} planned other views than rank 0: give every machine the same data, options and versions of "
-            "odin-nerfstudio and pymetis"
-        )
 
 
 def plan_for(

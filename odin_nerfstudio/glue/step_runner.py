@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from nerfstudio.engine.optimizers import Optimizers
 
-from odin_nerfstudio.glue.launch import broadcast_text
 from odin_nerfstudio.glue.odin_pipeline import OdinPipeline
-from odin_nerfstudio.glue.planning import require_same_plan
 from odin_nerfstudio.glue.step_timer import StepTimer
 from odin_nerfstudio.glue.tables import CAMERAS, GRIDS, PRIMITIVES, model_tables
 from odin_nerfstudio.runtime.engine import Engine, EngineOptions
@@ -34,9 +32,6 @@ class StepRunner:
         options = pipeline.config.odin
         self.pipeline, self.model, self.timer = pipeline, pipeline.splats, timer
         self.plan = pipeline.prepare_training(transport.rank, transport.world_size)
-        if transport.world_size > 1:
-            fingerprint = self.plan.fingerprint()
-            require_same_plan(fingerprint, broadcast_text(fingerprint), transport.rank)
         cameras = pipeline.datamanager.train_dataset.cameras
         self.engine = Engine(
             self.plan,

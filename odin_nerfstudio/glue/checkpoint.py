@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,10 @@ import numpy as np
 import torch
 
 CHECKPOINT_NAME = re.compile(r"step-(\d{9})\.ckpt")
+
+
+FULL_BYTES = 1 << 20
+"""A disk with less room than this after a failed write is called full."""
 
 
 class CheckpointError(RuntimeError):
@@ -58,12 +64,14 @@ def write_checkpoint(state: dict[str, Any], path: Path, staging: Path) -> None:
             os.fsync(file.fileno())
         os.replace(partial, path)
         _sync_folder(path.parent)
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError, in changing words
+        full = isinstance(error, RuntimeError) and shutil.disk_usage(path.parent).free < FULL_BYTES
         partial.unlink(missing_ok=True)
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(
-            f"could not write {path}: {error}. Earlier checkpoints are untouched; free some space or choose another "
+            f"could not write {path}: {os.strerror(errno.ENOSPC) if full else error}. "
+            "Earlier checkpoints are untouched; free some space or choose another "
             "--output-dir, then resume with --load-dir."
         ) from error
     finally:

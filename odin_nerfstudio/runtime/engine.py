@@ -55,6 +55,7 @@ from odin_nerfstudio.runtime.gate import (
 from odin_nerfstudio.runtime.keyed import keyed_randomness
 from odin_nerfstudio.runtime.publication import Publisher
 from odin_nerfstudio.runtime.ranks import Rank
+from odin_nerfstudio.runtime.recorder import Recorder
 from odin_nerfstudio.runtime.reduction import Traffic
 from odin_nerfstudio.runtime.shadow import Shadow, ShadowPool, Task
 from odin_nerfstudio.runtime.store import PublishedStore, RowTable
@@ -120,6 +121,8 @@ class Engine(Rank):
         )
         self._pools = {t.name: ShadowPool(t) for t in tables}
         self._surgery_done = start_step - 1
+        self.recorder: Recorder | None = None
+        """Notes what tasks read, wrote and took; None: nothing is recorded."""
         self._open: set[tuple[int, int]] = set()
         self._done: set[tuple[int, int]] = set()
         self._exchange = Exchange(self)
@@ -230,7 +233,10 @@ class Engine(Rank):
         self.telemetry.span("task", shadow.started, begin, step=task.step, lane_number=task.lane, view=task.view)
         first = self._read_next(task.step)
         message = contributions.collect(task, shadow, self.tables, first, info, self.options.debug)
-        record.sent += self._exchange.contribute(message, self.frontier.reduced)
+        sent = self._exchange.contribute(message, self.frontier.reduced)
+        record.sent += sent
+        if self.recorder is not None:
+            self.recorder.task(task, shadow, message, sent, begin - shadow.started)
         record.active_rows += int(message.tables[0].ids.shape[0])
         record.deferred_rows += message.deferred
         for table in self.tables:
@@ -324,6 +330,8 @@ class Engine(Rank):
         finally:
             parents = state.pop("odin_parents")
         primitives.resize(parents, step + 1)
+        if self.recorder is not None:
+            self.recorder.resized(step, parents)
         self.telemetry.structural(step, begin, now())
         self._surgery_done = step
         if self.frontier.traffic is not None:

@@ -1,11 +1,13 @@
-"""Measures what waiting costs: barrier against quality, interleaved in one run, on loopback and on slower links.
+"""Measures what waiting costs: barrier against other modes, interleaved in one run, on loopback and on slower links.
 
-    python scripts/bench_sync.py FOLDER [FOLDER ...] [--repeats 5] [--shares 0.15 0.5] [--json FILE]
+    python scripts/bench_sync.py FOLDER [FOLDER ...] [--modes barrier quality throughput] [--json FILE]
 
 Each scene is first trained by one process past the first densifications. From that checkpoint two ranks go on, in
 stretches that alternate between the modes, without structural steps; every stretch starts and ends with all ranks
 together. ``comm share`` is the time that a step's messages take on the link over a step's compute time. Links slower
 than loopback are two network namespaces with a token bucket (needs root and iproute2; left out, and said, elsewhere).
+``to one rank`` compares with one process that renders the same views; ``late`` is the share of tasks that started on
+some rows that lacked updates (throughput mode).
 
 The ceiling of any gain over barrier is 1 / (1 - barrier's wait share).
 """
@@ -19,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,9 +42,13 @@ class Options:
 
     folders: Annotated[list[Path], tyro.conf.Positional]
     """Captures with a COLMAP model."""
+    modes: list[str] = field(default_factory=lambda: ["barrier", "quality"])
+    """Modes to alternate between; barrier first."""
     train_steps: int = 700
-    """Steps of training before measuring, at half resolution."""
-    steps: int = 25
+    """Steps of training before measuring."""
+    downscales: int = 1
+    """Images are halved this many times, in training and measuring."""
+    steps: int = 60
     """Steps in a stretch."""
     repeats: int = 5
     """Stretches of each mode."""
@@ -50,23 +56,38 @@ class Options:
     """Links on which communication takes this share of the compute time, besides loopback."""
     orders: list[str] = field(default_factory=lambda: ["rlg", "random"])
     """Orders of the views; the second and later ones are measured on the first slower link only."""
+    skew_ms: float = 0.0
+    """Also measure on loopback with a sleep in every task, exponentially distributed with this mean."""
+    checkpoints: Path | None = None
+    """Keep the trained checkpoints in this folder, and use those that are there."""
     json: Path | None = None
     """Write all figures here."""
     docs: Path | None = REPOSITORY / "docs" / "results.md"
     """Put the table between the marks of this file."""
 
 
-def train_checkpoint(scene: Path, steps: int, folder: Path) -> Path:
-    """Trains in one process at half resolution and returns the checkpoint."""
+def train_checkpoint(scene: Path, steps: int, downscales: int, folder: Path) -> Path:
+    """Trains in one process at one resolution and returns the checkpoint."""
     model = next(p for p in ("sparse/0", "colmap/sparse/0") if (scene / p).is_dir())
     command = [
         *(Path(sys.executable).with_name("ns-train"), "odin-splatfacto", "--output-dir", folder, "--timestamp", "t"),
         *("--max-num-iterations", str(steps), "--vis", "tensorboard", "--viewer.quit-on-train-completion", "True"),
-        *("--steps-per-eval-image", "0", "--steps-per-eval-all-images", "0", "--pipeline.model.num-downscales", "1"),
+        *(
+            "--steps-per-eval-image",
+            "0",
+            "--steps-per-eval-all-images",
+            "0",
+            "--pipeline.model.num-downscales",
+            str(downscales),
+        ),
         *("--pipeline.model.resolution-schedule", "1000000", "colmap", "--data", scene, "--colmap-path", model),
         *("--downscale-factor", "1"),
     ]
-    subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL)
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(
+            f"{scene.name}: training ended with {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}"
+        )
     return next(folder.rglob("step-*.ckpt"))
 
 
@@ -97,30 +118,35 @@ def hosts(rate_mbit: float) -> Iterator[list[list[str]]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
-def run_pair(job: dict[str, Any], folder: Path, prefixes: list[list[str]], address: str) -> list[list[dict[str, Any]]]:
-    """Runs both ranks and returns their stretches."""
+def run_ranks(
+    job: dict[str, Any], folder: Path, prefixes: list[list[str]], address: str = "127.0.0.1"
+) -> list[list[dict[str, Any]]]:
+    """Runs one rank for each prefix and returns their stretches."""
+    ranks = len(prefixes)
     file = folder / "job.json"
     file.write_text(json.dumps({**job, "result": str(folder / "result"), "outputs": str(folder / "out")}))
     processes = []
     for rank, prefix in enumerate(prefixes):
-        environment = {
-            **os.environ,
-            **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)},
-            **{"MASTER_ADDR": address, "MASTER_PORT": "29577", "OMP_NUM_THREADS": "1"},
-            **({"GLOO_SOCKET_IFNAME": f"odinb{rank}"} if prefix else {}),
-        }
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if ranks > 1:
+            environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": address, "MASTER_PORT": "29577"}
+            environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        if prefix:
+            environment["GLOO_SOCKET_IFNAME"] = f"odinb{rank}"
         log = (folder / f"log.{rank}").open("w")
         command = [*prefix, sys.executable, str(WORKER), str(file)]
         processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
     codes = [process.wait() for process in processes]
     if any(codes):
-        tails = "\n".join((folder / f"log.{rank}").read_text()[-1500:] for rank in range(RANKS))
+        tails = "\n".join((folder / f"log.{rank}").read_text()[-1500:] for rank in range(ranks))
         raise RuntimeError(f"a rank ended with {codes}:\n{tails}")
-    return [json.loads((folder / f"result.{rank}").read_text()) for rank in range(RANKS)]
+    return [json.loads((folder / f"result.{rank}").read_text()) for rank in range(ranks)]
 
 
-def rows_of(ranks: list[list[dict[str, Any]]], job: dict[str, Any], link: str, share: float) -> list[dict[str, Any]]:
-    """One row per mode: medians over its stretches; waits are means over ranks."""
+def rows_of(
+    ranks: list[list[dict[str, Any]]], job: dict[str, Any], link: str, share: float, alone: float
+) -> list[dict[str, Any]]:
+    """One row per mode: medians over its stretches; waits are means over ranks. alone: views per second of one rank."""
     rows = []
     waits: dict[str, float] = {}
     rates: dict[str, list[float]] = {}
@@ -135,7 +161,7 @@ def rows_of(ranks: list[list[dict[str, Any]]], job: dict[str, Any], link: str, s
         rows.append(
             {
                 "scene": Path(job["scene"]).name,
-                "ranks": RANKS,
+                "ranks": len(ranks),
                 "link": link,
                 "comm_share": share,
                 "mode": mode,
@@ -147,6 +173,11 @@ def rows_of(ranks: list[list[dict[str, Any]]], job: dict[str, Any], link: str, s
                 "hidden_share": 0.0,
                 "ceiling": 1 / (1 - waits["barrier"]),
                 "repeats": len(rates[mode]),
+                "ratio_to_one_rank": statistics.median(rates[mode]) / alone,
+                "delayed_share": statistics.median(
+                    sum(one.get("delayed_tasks", 0.0) for one in at) / sum(one["tasks"] for one in at)
+                    for at in zip(*stretches)
+                ),
                 "wait_per_view": per_view,
             }
         )
@@ -162,17 +193,37 @@ def measure(scene: Path, options: Options) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         print(f"{scene.name}: training {options.train_steps} steps", flush=True)
-        checkpoint = train_checkpoint(scene.resolve(), options.train_steps, folder / "train")
+        kept = options.checkpoints or folder
+        trained = kept / f"{scene.name}-{options.train_steps}-{options.downscales}"
+        if not (checkpoint := next(trained.rglob("step-*.ckpt"), None)):
+            checkpoint = train_checkpoint(scene.resolve(), options.train_steps, options.downscales, trained)
         job: dict[str, Any] = {
-            **{"scene": str(scene.resolve()), "checkpoint": str(checkpoint), "downscales": 1, "lanes": RANKS},
-            **{"ranks": RANKS, "modes": ["barrier", "quality"], "steps": options.steps, "repeats": options.repeats},
+            **{"scene": str(scene.resolve()), "checkpoint": str(checkpoint), "downscales": options.downscales},
+            **{"lanes": RANKS, "modes": ["barrier"], "steps": options.steps, "repeats": options.repeats},
+            **{"order": options.orders[0], "skew_ms": 0.0},
         }
-        job["order"] = options.orders[0]
-        local = run_pair(job, folder, [[], []], "127.0.0.1")
-        sent = statistics.median(s["sent"] / s["steps"] for s in local[0])
-        compute = statistics.median(s["compute"] / s["steps"] for s in local[0])
+
+        def add(link: str, share: float, prefixes: list[list[str]], address: str = "127.0.0.1") -> list[Any]:
+            ranks = run_ranks({**job, "modes": options.modes}, folder, prefixes, address)
+            new = rows_of(ranks, job, link, share, alone)
+            rows.extend(new)
+            for row in new:
+                print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
+            return ranks[0]
+
+        (one,) = run_ranks(job, folder, [[]])
+        alone = statistics.median(s["steps"] * RANKS / s["seconds"] for s in one)
+        print(f"{scene.name}: one rank renders {alone:.2f} views/s", flush=True)
+        local = add("loopback", 0.0, [[], []])
+        sent = statistics.median(s["sent"] / s["steps"] for s in local)
+        compute = statistics.median(s["compute"] / s["steps"] for s in local)
         print(f"{scene.name}: {compute * 1e3:.0f} ms compute, {sent / 1e6:.2f} MB sent per step and rank", flush=True)
-        rows += rows_of(local, job, "loopback", 0.0)
+        if options.skew_ms:
+            job["skew_ms"] = options.skew_ms
+            (one,) = run_ranks(job, folder, [[]])
+            plain, alone = alone, statistics.median(s["steps"] * RANKS / s["seconds"] for s in one)
+            add(f"loopback, skew {options.skew_ms:.0f} ms", 0.0, [[], []])
+            job["skew_ms"], alone = 0.0, plain
         if os.geteuid() != 0 or not shutil.which("tc"):
             print("slower links need root and iproute2: left out")
             return rows
@@ -181,25 +232,28 @@ def measure(scene: Path, options: Options) -> list[dict[str, Any]]:
             for order in options.orders if i == 0 else options.orders[:1]:
                 job["order"] = order
                 with hosts(rate) as prefixes:
-                    rows += rows_of(run_pair(job, folder, prefixes, "10.77.0.1"), job, f"{rate:.0f} Mbit/s", share)
-                print(json.dumps(rows[-1]), flush=True)
+                    add(f"{rate:.0f} Mbit/s", share, prefixes, "10.77.0.1")
     return rows
 
 
 def table(rows: list[dict[str, Any]], command: str) -> str:
     """The results as Markdown."""
-    lines = [
-        f"`{command}`",
-        "",
-        "| scene | order | link | comm. share | mode | views/s | ratio (spread) | ceiling | waits | hidden |",
-        "| --- " * 10 + "|",
-    ]
-    for row in rows:
-        lines.append(
-            f"| {row['scene']} | {row['order']} | {row['link']} | {row['comm_share']:.2f} | {row['mode']} "
-            f"| {row['views_per_second']:.2f} | {row['ratio_to_barrier']:.3f} ({row['ratio_spread']:.3f}) "
-            f"| {row['ceiling']:.2f} | {100 * row['wait_share']:.0f} % | {100 * row['hidden_share']:.0f} % |"
-        )
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "scene": lambda row: row["scene"],
+        "order": lambda row: row["order"],
+        "link": lambda row: row["link"],
+        "comm. share": lambda row: f"{row['comm_share']:.2f}",
+        "mode": lambda row: row["mode"],
+        "views/s": lambda row: f"{row['views_per_second']:.2f}",
+        "to one rank": lambda row: f"{row['ratio_to_one_rank']:.2f}",
+        "to barrier (spread)": lambda row: f"{row['ratio_to_barrier']:.3f} ({row['ratio_spread']:.3f})",
+        "ceiling": lambda row: f"{row['ceiling']:.2f}",
+        "waits": lambda row: f"{100 * row['wait_share']:.0f} %",
+        "hidden": lambda row: f"{100 * row['hidden_share']:.0f} %",
+        "late": lambda row: f"{100 * row['delayed_share']:.0f} %",
+    }
+    lines = [f"`{command}`", "", "| " + " | ".join(columns) + " |", "| --- " * len(columns) + "|"]
+    lines += ["| " + " | ".join(show(row) for show in columns.values()) + " |" for row in rows]
     return "\n".join(lines)
 
 

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from odin_nerfstudio.runtime import messages
 from odin_nerfstudio.runtime.faults import RankFailure
@@ -57,9 +58,7 @@ class Exchange:
         me, world_size = self._transport.rank, self._transport.world_size
         sent = 0
         for peer in self._peers:
-            share = messages.encode(share_for(message, peer, world_size), first=True, rest=True)
-            self._transport.send([peer], Kind.SHARE, share)
-            sent += 4 * share.shape[0]
+            sent += self._send([peer], Kind.SHARE, share_for(message, peer, world_size))
         mine = share_for(message, me, world_size)
         self._engine.frontier.stage(mine, now())
         self.reducer.add(mine)
@@ -68,23 +67,33 @@ class Exchange:
     def _tap(self, received: Received) -> None:
         """In a thread of the transport: sum a step's rows as soon as the last of them is here."""
         if received.kind == Kind.SHARE:
-            self.reducer.add(messages.decode(received.words))
+            self.reducer.add(messages.decode(received.words, received.body))
 
     def _send_sums(self, sums: Contribution) -> None:
-        words = messages.encode(sums, first=True, rest=True)
-        self._transport.send(self._peers, Kind.SUMS, words)
-        self._transport.deliver(Received(self._transport.rank, Kind.SUMS, words, now()))
+        words, body = self._encode(sums)
+        self._transport.send(self._peers, Kind.SUMS, words, body)
+        self._transport.deliver(Received(self._transport.rank, Kind.SUMS, words, now(), body))
 
     def _send_whole(self, message: Contribution) -> int:
         """Send a contribution to all peers, in two messages if rows are deferred; returns the bytes."""
         if not self._peers:
             return 0
-        words = [messages.encode(message, first=True, rest=message.deferred == 0)]
+        sent = self._send(self._peers, Kind.CONTRIBUTION, message, rest=message.deferred == 0)
         if message.deferred:
-            words.append(messages.encode(message, first=False, rest=True))
-        for buffer in words:
-            self._transport.send(self._peers, Kind.CONTRIBUTION, buffer)
-        return sum(4 * buffer.shape[0] for buffer in words) * len(self._peers)
+            sent += self._send(self._peers, Kind.CONTRIBUTION, message, first=False)
+        return sent
+
+    def _send(
+        self, peers: list[int], kind: Kind, message: Contribution, first: bool = True, rest: bool = True
+    ) -> int:
+        words, body = self._encode(message, first, rest)
+        self._transport.send(peers, kind, words, body)
+        return 4 * (words.shape[0] + (0 if body is None else body.shape[0])) * len(peers)
+
+    def _encode(self, message: Contribution, first: bool = True, rest: bool = True) -> tuple[Tensor, Tensor | None]:
+        if self._transport.apart:
+            return messages.encode_apart(message, first=first, rest=rest)
+        return messages.encode(message, first=first, rest=rest), None
 
     def send_progress(self, step: int) -> None:
         """Say that this rank had nothing to render at a step."""
@@ -151,7 +160,7 @@ class Exchange:
 
     def _take_contribution(self, received: Received) -> None:
         engine, peer = self._engine, received.peer
-        message = messages.decode(received.words)
+        message = messages.decode(received.words, received.body)
         step, lane = message.step, message.lane
         sender = -1 - lane if lane < 0 else engine.plan.rank(step, lane) if lane < engine.plan.views_per_step else -1
         if sender != peer:
@@ -162,12 +171,14 @@ class Exchange:
             raise RuntimeError(
                 f"rank {peer} sent step {step} lane {lane} again; everything before {engine.low} is published"
             )
-        size = 4 * received.words.shape[0]
+        size = 4 * received.size
         record = engine.telemetry.record(step)
         if peer == self._transport.rank:
             record.sent += size * len(self._peers)
         else:
             record.received += size
+            if message.has_rest:
+                engine.telemetry.timeline.arrived(step, lane, received.arrival)
         if received.kind == Kind.SHARE:
             self.reducer.add(message)  # ignored if the transport's thread has brought it
         for section, table in zip(message.tables, engine.tables, strict=True):

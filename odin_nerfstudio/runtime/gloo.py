@@ -5,6 +5,8 @@ Gloo's ``is_completed()`` stays false until ``wait()``, so progress needs thread
 may be
 larger than the message but not smaller. The first frame of a message starts with the frame header; the others are
 bare. Tensors and requests are kept until waited for.
+
+Bodies of messages that live on a device go through pinned host memory (`pinned`).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +26,9 @@ from torch import Tensor
 
 from odin_nerfstudio.runtime.faults import Deadline, FaultLimits, OwnPauses, RankFailure, kill_process, machine_word
 from odin_nerfstudio.runtime.messages import FRAME_WORDS
+from odin_nerfstudio.runtime.pinned import HostCopies, Parcel
 from odin_nerfstudio.runtime.transport import (
+    HEAD_WORDS_AT,
     MAGIC,
     Activity,
     Inbox,
@@ -36,6 +40,9 @@ from odin_nerfstudio.runtime.transport import (
     frame,
     message_bytes,
 )
+
+if TYPE_CHECKING:
+    from odin_nerfstudio.runtime.frontier import TaskPlan
 
 FRAME = 1 << 18
 """Words in a frame (1 MiB)."""
@@ -52,7 +59,7 @@ class _Peer:
 
     rank: int
     ready: threading.Condition = field(default_factory=threading.Condition)
-    outgoing: deque[Tensor] = field(default_factory=deque)
+    outgoing: deque[Parcel] = field(default_factory=deque)
     sending: bool = False
     heard: float = field(default_factory=time.monotonic)
     step: int = -1
@@ -70,15 +77,20 @@ class GlooTransport:
     or raises (and calls `abort`) is noticed by the others.
     """
 
-    def __init__(self, limits: FaultLimits | None = None, setup_timeout: float = 300.0) -> None:
+    def __init__(
+        self, limits: FaultLimits | None = None, setup_timeout: float = 300.0, device: torch.device | None = None
+    ) -> None:
         """Connect to all ranks of the default process group.
 
-        setup_timeout: seconds within which every rank must get here.
+        setup_timeout: seconds within which every rank must get here. device: where the rows of messages live, if not in
+        host memory.
         """
         self.limits = limits or FaultLimits()
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.bytes_sent = self.bytes_received = 0
         self.tap: Callable[[Received], None] | None = None
+        self.apart = device is not None
+        self._copies = None if device is None else HostCopies(device)
         self.inbox = Inbox()
         self.deadline = Deadline(self.limits.exit_grace)
         self._step, self._activity = -1, Activity.SETUP
@@ -102,10 +114,20 @@ class GlooTransport:
 
     # -- the engine's side
 
-    def send(self, peers: Iterable[int], kind: Kind, words: Tensor) -> None:
-        frame(words, kind, self._step, self._activity)
+    def follow(self, plan: TaskPlan, start_step: int) -> None:
+        pass  # nothing here depends on the order of messages
+
+    def send(self, peers: Iterable[int], kind: Kind, words: Tensor, body: Tensor | None = None) -> None:
+        peers = list(peers)
+        parcel = Parcel(words, receivers=len(peers))
+        if body is not None and self._copies is not None:
+            parcel = self._copies.to_host(words, body, len(peers))
+        frame(parcel.words, kind, self._step, self._activity, 0 if body is None else words.shape[0])
+        self._post(peers, parcel)
+
+    def _post(self, peers: Iterable[int], parcel: Parcel) -> None:
         for number in peers:
-            self._enqueue(self._peers[number], words)
+            self._enqueue(self._peers[number], parcel)
 
     def deliver(self, message: Received) -> None:
         self.inbox.put(message)
@@ -135,7 +157,7 @@ class GlooTransport:
         frame(words, Kind.ABORT, self._step, self._activity)
         self._closing = True
         for peer in self._peers.values():
-            self._enqueue(peer, words, urgent=True)
+            self._enqueue(peer, Parcel(words), urgent=True)
         self.deadline.arm(reason)
         end = time.monotonic() + _LAST_WORDS
         for peer in self._peers.values():
@@ -144,8 +166,7 @@ class GlooTransport:
 
     def close(self) -> None:
         frame(bye := empty_message(), Kind.BYE, self._step, self._activity)
-        for peer in self._peers.values():
-            self._enqueue(peer, bye)
+        self._post(self._peers, Parcel(bye, receivers=len(self._peers)))
         end = time.monotonic() + self.limits.stall
         for peer in self._peers.values():
             while not peer.said_bye.wait(0.1):
@@ -159,9 +180,9 @@ class GlooTransport:
         self._closing = True
         self.deadline.disarm()
 
-    def _enqueue(self, peer: _Peer, words: Tensor, urgent: bool = False) -> None:
+    def _enqueue(self, peer: _Peer, parcel: Parcel, urgent: bool = False) -> None:
         with peer.ready:
-            peer.outgoing.appendleft(words) if urgent else peer.outgoing.append(words)
+            peer.outgoing.appendleft(parcel) if urgent else peer.outgoing.append(parcel)
             peer.ready.notify()
 
     def _flush(self, seconds: float) -> None:
@@ -180,15 +201,17 @@ class GlooTransport:
                     if not peer.outgoing:
                         peer.ready.wait(self.limits.heartbeat)
                     if peer.outgoing:
-                        words = peer.outgoing.popleft()
+                        parcel = peer.outgoing.popleft()
                     else:
-                        words = empty_message()
-                        frame(words, Kind.HEARTBEAT, self._step, self._activity)
+                        parcel = Parcel(empty_message())
+                        frame(parcel.words, Kind.HEARTBEAT, self._step, self._activity)
                     peer.sending = True
+                words = parcel.ready()
                 for at in range(0, words.shape[0], FRAME):
                     dist.send(words[at : at + FRAME], peer.rank, group=self._group)
                 self.bytes_sent += 4 * words.shape[0]
                 last = int(words[1]) == Kind.BYE
+                parcel.sent()
                 with peer.ready:
                     peer.sending = False
                     peer.ready.notify_all()
@@ -225,12 +248,14 @@ class GlooTransport:
             self._lost(peer, error)
 
     def _open(self, peer: _Peer, words: Tensor) -> Tensor:
-        magic, kind, size, step, activity = words[:5].tolist()
+        magic, kind, size, step, activity, head_words = words[:6].tolist()
         if magic != MAGIC or size < FRAME_WORDS or kind not in set(Kind):
             raise RuntimeError(
                 f"message of rank {peer.rank} does not start with a header (magic {magic:#x}, {size} words)"
             )
         peer.step, peer.activity = step, Activity(activity)
+        if head_words and self._copies is not None:
+            return self._copies.buffers.take(size)
         return torch.empty(size, dtype=torch.int32)
 
     def _handle(self, peer: _Peer, words: Tensor, arrived: float) -> bool:
@@ -244,16 +269,29 @@ class GlooTransport:
             source = "" if int(root) == peer.rank else f" [reported by rank {peer.rank}]"
             self.fail(RankFailure(int(root), text + source))
             frame(bye := empty_message(), Kind.BYE, self._step, self._activity)
-            self._enqueue(peer, bye, urgent=True)  # the peer stays until it knows that its reason has arrived
+            self._enqueue(peer, Parcel(bye), urgent=True)  # the peer stays until it knows that its reason has arrived
         elif kind != Kind.HEARTBEAT:
-            received = Received(peer.rank, kind, words, arrived)
-            if self.tap is not None:
-                try:
-                    self.tap(received)
-                except Exception as error:
-                    self.fail(RankFailure(self.rank, f"could not use a message of rank {peer.rank}: {error}"))
-            self.inbox.put(received)
+            self._arrived(peer.rank, kind, words, arrived)
         return False
+
+    def _arrived(self, peer: int, kind: Kind, words: Tensor, arrived: float) -> None:
+        head_words = int(words[HEAD_WORDS_AT])
+        body: Tensor | None = None
+        if head_words and self._copies is not None:
+            words, body = self._copies.to_device(words, head_words)
+        elif head_words:
+            body = words[head_words:]
+            words = words[:head_words]
+        self._take_in(Received(peer, kind, words, arrived, body))
+
+    def _take_in(self, received: Received) -> None:
+        """Hand a message to the tap and to the engine."""
+        if self.tap is not None:
+            try:
+                self.tap(received)
+            except Exception as error:
+                self.fail(RankFailure(self.rank, f"could not use a message of rank {received.peer}: {error}"))
+        self.inbox.put(received)
 
     def _lost(self, peer: _Peer, error: Exception) -> None:
         with peer.ready:

@@ -94,6 +94,30 @@ def encode(message: Contribution, *, first: bool, rest: bool) -> Tensor:
     Raises:
         ValueError: Ids and rows differ in length.
     """
+    head = _head(message, first, rest)
+    buffer = torch.empty(_size(message, first, rest), dtype=torch.int32)
+    _write_body(buffer, _write(buffer, 0, head), message, first, rest)
+    return buffer
+
+
+def encode_apart(message: Contribution, *, first: bool, rest: bool) -> tuple[Tensor, Tensor]:
+    """The words of a message as head and body, for a body that stays where the rows are.
+
+    Returns:
+        Both headers [H] int32 on the CPU; ids, rows and statistics [W - H] int32 on the device of the rows. Nothing
+        waits for the device.
+
+    Raises:
+        ValueError: Ids and rows differ in length.
+    """
+    head = _head(message, first, rest)
+    where = message.tables[0].ids.device
+    body = torch.empty(_size(message, first, rest) - head.shape[0], dtype=torch.int32, device=where)
+    _write_body(body, 0, message, first, rest)
+    return head, body
+
+
+def _head(message: Contribution, first: bool, rest: bool) -> Tensor:
     for k, s in enumerate(message.tables):
         n, width = s.ids.shape[0], s.first_rows.shape[1]
         later = 0 if message.share else n - s.first
@@ -104,21 +128,14 @@ def encode(message: Contribution, *, first: bool, rest: bool) -> Tensor:
             )
     statistics = message.statistics if rest else None
     count = statistics[0].shape[0] if statistics is not None else -1
-    head = [
-        message.step,
-        message.lane,
-        FIRST * first + REST * rest + SHARE * message.share,
-        len(message.tables),
-        count,
-        0,
-        0,
-        0,
-    ]
+    parts = FIRST * first + REST * rest + SHARE * message.share
+    head = [*[0] * FRAME_WORDS, message.step, message.lane, parts, len(message.tables), count, 0, 0, 0]
     for s in message.tables:
         head += [s.ids.shape[0], s.first, s.first_rows.shape[1], s.total]
-    buffer = torch.empty(_size(message, first, rest), dtype=torch.int32)
-    buffer[:FRAME_WORDS] = 0
-    at = _write(buffer, FRAME_WORDS, torch.tensor(head, dtype=torch.int32))
+    return torch.tensor(head, dtype=torch.int32)
+
+
+def _write_body(buffer: Tensor, at: int, message: Contribution, first: bool, rest: bool) -> None:
     if first:
         for s in message.tables:
             at = _write(buffer, at, s.ids)
@@ -127,26 +144,34 @@ def encode(message: Contribution, *, first: bool, rest: bool) -> Tensor:
         for s in message.tables:
             if not message.share:
                 at = _write(buffer, at, s.rest_rows)
-        if statistics is not None:
-            for values in statistics:
+        if message.statistics is not None:
+            for values in message.statistics:
                 at = _write(buffer, at, values)
     assert at == buffer.shape[0]
-    return buffer
 
 
-def decode(buffer: Tensor) -> Contribution:
+def unit_of(head: Tensor) -> tuple[int, int, int]:
+    """Step, lane and parts (FIRST | REST | SHARE) of an encoded message."""
+    step, lane, parts = head[FRAME_WORDS : FRAME_WORDS + 3].tolist()
+    return step, lane, parts
+
+
+def decode(words: Tensor, body: Tensor | None = None) -> Contribution:
     """The contribution in a received message, as views of its words. Sections without part 1 have no ids.
+
+    words: the whole message, or its head where `body` is the rest of it.
 
     Raises:
         RuntimeError: The lengths in the header do not add up to the length of the message.
     """
     at = FRAME_WORDS
-    head = buffer[at : at + _BODY_WORDS].tolist()
+    head = words[at : at + _BODY_WORDS].tolist()
     step, lane, parts, tables, count = head[:5]
     first, rest, share = bool(parts & FIRST), bool(parts & REST), bool(parts & SHARE)
     at += _BODY_WORDS
-    shapes = buffer[at : at + _TABLE_WORDS * tables].view(tables, _TABLE_WORDS).tolist()
+    shapes = words[at : at + _TABLE_WORDS * tables].view(tables, _TABLE_WORDS).tolist()
     at += _TABLE_WORDS * tables
+    buffer, at = (words, at) if body is None else (body, 0)
     expected = at
     for n, front, width, _ in shapes:
         expected += (n + front * width if first else 0) + ((n - front) * width if rest and not share else 0)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,12 @@ from torch import Tensor
 from odin_nerfstudio.runtime.faults import RankFailure
 from odin_nerfstudio.runtime.messages import FRAME_WORDS
 
+if TYPE_CHECKING:
+    from odin_nerfstudio.runtime.frontier import TaskPlan
+
 MAGIC = 0x4F44494E
+HEAD_WORDS_AT, FOLLOWS_AT = 5, 6
+"""Places in the frame header, see `frame`."""
 
 
 class Kind(IntEnum):
@@ -52,9 +57,16 @@ class Received:
     peer: int
     kind: Kind
     words: Tensor
-    """The whole message. [W] int32 on the CPU."""
+    """The whole message, or its head. [W] int32 on the CPU."""
     arrival: float
     """Monotonic clock, seconds."""
+    body: Tensor | None = None
+    """What follows the head, where it was sent apart. [B] int32 on the device of the sender's body."""
+
+    @property
+    def size(self) -> int:
+        """Words of the whole message."""
+        return self.words.shape[0] + (0 if self.body is None else self.body.shape[0])
 
 
 @dataclass(frozen=True)
@@ -80,11 +92,17 @@ class Transport(Protocol):
     world_size: int
     bytes_sent: int
     bytes_received: int
+    apart: bool
+    """Messages with rows are wanted as head and body (`messages.encode_apart`)."""
     tap: Callable[[Received], None] | None
     """Called with every message as soon as it has arrived, in a thread of the transport."""
 
-    def send(self, peers: Iterable[int], kind: Kind, words: Tensor) -> None:
-        """Queue a message for some peers. The words must not change afterwards."""
+    def follow(self, plan: TaskPlan, start_step: int) -> None:
+        """Say which tasks there will be, before the first message with a body."""
+        ...
+
+    def send(self, peers: Iterable[int], kind: Kind, words: Tensor, body: Tensor | None = None) -> None:
+        """Queue a message for some peers. Neither words nor body must change afterwards."""
         ...
 
     def deliver(self, message: Received) -> None:
@@ -116,9 +134,13 @@ class Transport(Protocol):
         ...
 
 
-def frame(words: Tensor, kind: Kind, step: int, activity: Activity) -> None:
-    """Fill the frame header of a message."""
-    head = [MAGIC, int(kind), words.shape[0], step, int(activity)]
+def frame(words: Tensor, kind: Kind, step: int, activity: Activity, head_words: int = 0, follows: int = 0) -> None:
+    """Fill the frame header of a message.
+
+    head_words: how many of the words are the head of a message whose others are its body; 0: it is not split.
+    follows: 1 + the words of a body that travels by another way; 0: nothing follows.
+    """
+    head = [MAGIC, int(kind), words.shape[0], step, int(activity), head_words, follows]
     words[: len(head)] = torch.tensor(head, dtype=torch.int32)
 
 
@@ -152,10 +174,14 @@ class LocalTransport:
 
     def __init__(self) -> None:
         self.rank, self.world_size = 0, 1
+        self.apart = False
         self.bytes_sent = self.bytes_received = 0
         self.tap: Callable[[Received], None] | None = None
 
-    def send(self, peers: Iterable[int], kind: Kind, words: Tensor) -> None:
+    def follow(self, plan: TaskPlan, start_step: int) -> None:
+        pass
+
+    def send(self, peers: Iterable[int], kind: Kind, words: Tensor, body: Tensor | None = None) -> None:
         if list(peers):
             raise ValueError("a run with one rank has no peers to send to")
 

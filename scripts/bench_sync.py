@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
@@ -31,7 +32,7 @@ import tyro
 from bench_quality import put_between_marks
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-WORKER = Path(__file__).with_name("sync_worker.py")
+SCRIPTS = Path(__file__).resolve().parent
 MARK = "bench_sync"
 RANKS = 2
 
@@ -119,22 +120,29 @@ def hosts(rate_mbit: float) -> Iterator[list[list[str]]]:
 
 
 def run_ranks(
-    job: dict[str, Any], folder: Path, prefixes: list[list[str]], address: str = "127.0.0.1"
-) -> list[list[dict[str, Any]]]:
-    """Runs one rank for each prefix and returns their stretches."""
+    job: dict[str, Any],
+    folder: Path,
+    prefixes: list[list[str]],
+    address: str = "127.0.0.1",
+    worker: str = "sync_worker.py",
+) -> list[Any]:
+    """Runs one rank for each prefix and returns what they measured."""
     ranks = len(prefixes)
     file = folder / "job.json"
     file.write_text(json.dumps({**job, "result": str(folder / "result"), "outputs": str(folder / "out")}))
     processes = []
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = str(free.getsockname()[1])
     for rank, prefix in enumerate(prefixes):
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         if ranks > 1:
-            environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": address, "MASTER_PORT": "29577"}
+            environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": address, "MASTER_PORT": port}
             environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         if prefix:
             environment["GLOO_SOCKET_IFNAME"] = f"odinb{rank}"
         log = (folder / f"log.{rank}").open("w")
-        command = [*prefix, sys.executable, str(WORKER), str(file)]
+        command = [*prefix, sys.executable, str(SCRIPTS / worker), str(file)]
         processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
     codes = [process.wait() for process in processes]
     if any(codes):

@@ -15,7 +15,7 @@ from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParserConfig
 
 from odin_nerfstudio.glue.launch import Place, divide_threads, join_group
 from odin_nerfstudio.glue.odin_trainer import OdinTrainer
-from odin_nerfstudio.runtime.gate import POLICIES
+from odin_nerfstudio.runtime.policies import make_policy
 
 
 def config_for(job: dict[str, Any]) -> Any:
@@ -48,7 +48,7 @@ def stretch(trainer: OdinTrainer, mode: str, first: int, steps: int) -> dict[str
     """Trains some steps in a mode; wall time and this rank's telemetry."""
     engine = trainer.runner.engine
     engine.drain()
-    engine.use_policy(POLICIES[mode]())
+    engine.use_policy(make_policy(mode))
     engine.telemetry.reset()
     if dist.is_initialized():
         dist.barrier()

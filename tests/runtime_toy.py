@@ -23,14 +23,17 @@ import torch.multiprocessing as mp
 from gsplat.strategy import DefaultStrategy
 from torch import Tensor
 
+from odin_nerfstudio.runtime.channels import GlooChannel
 from odin_nerfstudio.runtime.engine import Engine, EngineOptions
 from odin_nerfstudio.runtime.faults import EXIT_CODE, FaultLimits, RankFailure
-from odin_nerfstudio.runtime.gate import POLICIES
 from odin_nerfstudio.runtime.gloo import GlooTransport
 from odin_nerfstudio.runtime.keyed import derive_seed, keyed_randomness
+from odin_nerfstudio.runtime.ordered import OrderedTransport
+from odin_nerfstudio.runtime.policies import make_policy
 from odin_nerfstudio.runtime.shadow import Task
 from odin_nerfstudio.runtime.statistics import DensificationStatistics
 from odin_nerfstudio.runtime.store import DenseTerm, RowTable, ViewRow
+from odin_nerfstudio.runtime.throughput import DelayLimits
 from odin_nerfstudio.runtime.transport import LocalTransport
 
 HALF = 1.0
@@ -59,6 +62,9 @@ class Toy:
     empty_lanes: bool = False
     """With fewer views than lanes, leave lanes empty instead of repeating views."""
     lookahead: int = 2
+    max_delay: int = 2
+    max_overlap: float = 0.3
+    max_impact: float = 0.05
     debug: bool = True
     wide: int = 0
     """Spare columns per primitive, to make messages large."""
@@ -70,6 +76,8 @@ class Toy:
     fault: str = ""
     """What goes wrong, as kind:rank:step."""
     stall: float = 120.0
+    carrier: Literal["gloo", "copies", "ordered"] = "gloo"
+    """How messages travel: as on the CPU; through buffers, as from a device; in the plan's order, as with NCCL."""
     trace: bool = False
 
 
@@ -247,7 +255,8 @@ def make_engine(toy: Toy, scene: Scene, transport: Any) -> Engine:
         toy.lookahead, toy.seed, stall=toy.stall, debug=toy.debug, trace=toy.trace, reduce=toy.reduce
     )
     plan = ToyPlan(toy, transport.world_size)
-    return Engine(plan, [table, cameras], transport, POLICIES[toy.mode](), options, scene.structural, start)
+    policy = make_policy(toy.mode, DelayLimits(toy.max_delay, toy.max_overlap, toy.max_impact))
+    return Engine(plan, [table, cameras], transport, policy, options, scene.structural, start)
 
 
 def render_task(scene: Scene, engine: Engine, task: Task) -> None:
@@ -371,7 +380,7 @@ def _rank_main(rank: int, world_size: int, folder: str, runs: dict[str, Toy]) ->
             (out / name).mkdir(exist_ok=True)
             grace = 60.0 if toy.fault == "setup" else 8.0  # set-up is long where many tests compile at once
             limits = FaultLimits(stall=toy.stall, heartbeat=min(1.0, toy.stall / 6), exit_grace=grace)
-            transport = GlooTransport(limits) if world_size > 1 else LocalTransport()
+            transport = connect(toy.carrier, limits) if world_size > 1 else LocalTransport()
             if toy.fault.startswith("setup") and rank == 1:
                 transport.abort("raised ValueError in set-up: no such capture")
                 raise ValueError("no such capture")
@@ -400,6 +409,12 @@ def _rank_main(rank: int, world_size: int, folder: str, runs: dict[str, Toy]) ->
     except Exception:
         (out / f"error.{rank}").write_text(traceback.format_exc())
         os._exit(1)
+
+
+def connect(carrier: str, limits: FaultLimits) -> GlooTransport:
+    if carrier == "ordered":
+        return OrderedTransport(GlooChannel, limits)
+    return GlooTransport(limits, device=CPU if carrier == "copies" else None)
 
 
 def write_trace(engine: Engine, path: Path) -> None:

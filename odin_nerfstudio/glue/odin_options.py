@@ -13,10 +13,12 @@ from tyro.conf import Suppress
 class OdinOptions:
     """How Odin orders views and synchronizes devices."""
 
-    mode: Literal["barrier", "quality"] = "quality"
+    mode: Literal["barrier", "quality", "throughput"] = "quality"
     """When a view may be rendered. "barrier": when every update of the step before is in, as in ordinary
     synchronized training. "quality": when the updates of the primitives that the view can see are in; the result is
-    the same, bit for bit."""
+    the same, bit for bit. "throughput": also while some of these updates are still on their way, where the view's
+    last visit showed that little depends on them; faster, the quality is about the same, and two runs are not the
+    same bit for bit (see max_overlap, max_impact, max_delay)."""
     views_per_step: int | None = None
     """Views that contribute to one optimizer step. Default: one per device; a resumed run keeps its number. The result
     depends on this number, not on the number of devices."""
@@ -27,7 +29,17 @@ class OdinOptions:
     """How many steps a device may be ahead of the oldest step that is not complete. More hides more, and takes more
     memory for contributions that wait."""
     max_delay: int = 2
-    """The plan keeps conflicts low between a view and those of other devices in the last max_delay + 1 steps."""
+    """How many steps late a primitive may be read in mode throughput, at most lookahead; 0: never late. In every mode
+    the plan keeps conflicts low between a view and those of other devices in the last max_delay + 1 steps."""
+    max_overlap: float = 0.3
+    """Mode throughput: how much of a view's gradient may lie on primitives whose updates are still on their way, and
+    matter to the views that send them, too (0: none, 1: all). Smaller waits more and is closer to mode quality."""
+    max_impact: float = 0.02
+    """Mode throughput: the largest part of a view's gradient, in the same sense, on a single primitive read late."""
+    backend: Literal["gloo", "nccl"] | None = None
+    """How messages travel between devices. "nccl": from CUDA device to CUDA device, for which every rank needs a device
+    of its own. "gloo": through host memory, on the CPU and where ranks share a CUDA device. Default: nccl where it can
+    be used, else gloo."""
     placement: Literal["replicated"] = "replicated"
     """Where primitives live. "replicated": every device holds all of them and applies every update."""
     scale_schedule: bool = True

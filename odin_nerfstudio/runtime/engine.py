@@ -119,6 +119,8 @@ class Engine(Rank):
             self.transport.world_size,
             start_step,
         )
+        self.on_read: Callable[[Task, Sequence[Tensor], Decision], None] | None = None
+        """Called before every read, with the rows of each table; their versions are those that will be read."""
         self._pools = {t.name: ShadowPool(t) for t in tables}
         self._surgery_done = start_step - 1
         self.recorder: Recorder | None = None
@@ -129,7 +131,7 @@ class Engine(Rank):
         self.frontier.on_retire = self._exchange.reducer.forget
         several = self.transport.world_size > 1
         self.frontier.reduced = several and self.options.reduce == "always"
-        if self.transport.world_size > 2 and self.options.reduce == "auto":
+        if self.transport.world_size > 2 and self.options.reduce == "auto" and not self.policy.max_delay:
             self.frontier.traffic = Traffic(self.transport.world_size)
         self.store.start(start_step)
         for table in tables:
@@ -194,13 +196,21 @@ class Engine(Rank):
             self.frontier.publish_ready(task.step)
         if self.policy.partial and self.frontier.low < task.step:
             self.frontier.publish_some(task.step)
-        if self.policy.partial and self.policy.least_lag == 0:
-            for table, read in zip(self.tables, ids):
-                hazards.check_read(table, read, task.step)
+        if self.policy.partial:
+            for k, (table, read) in enumerate(zip(self.tables, ids)):
+                hazards.check_read(table, read, task.step, 0 if k else self.policy.max_delay)
+            if self.policy.max_delay:
+                admitted = decision.delayed.rows if decision.delayed is not None else 0
+                hazards.check_delayed(self.tables[0], ids[0], task.step, admitted)
+        if decision.delayed is not None:
+            record.delayed.append(decision.delayed)
+        if self.on_read is not None:
+            self.on_read(task, ids, decision)
         shadow = Shadow(task, {t.name: self._pools[t.name].take(i, task.view) for t, i in zip(self.tables, ids)})
         if self.options.debug:
             for table in self.tables:
                 hazards.check_shadow(table, shadow[table.name].leaves)
+        shadow.delayed = decision.delayed
         self._open.add((task.step, task.lane))
         end = now()
         record.acquire += end - begin - (record.waited + record.publish - waited)
@@ -210,8 +220,9 @@ class Engine(Rank):
         return shadow
 
     def _read_ids(self, table: RowTable, task: Task) -> Tensor:
+        """Rows that a task of this rank can read; it is this very copy that it reads, by then perhaps newer."""
         mask = table.arrays["mask"]
-        table.reads.mark(task.step, task.view, table.versions, self.policy.least_lag, mask)
+        table.reads.mark(task.step, task.view, table.versions, 0, mask)
         return rows.ids_of_mask(mask)
 
     # -- hook 2
@@ -230,7 +241,10 @@ class Engine(Rank):
         begin = now()
         record = self.telemetry.record(task.step)
         record.compute += begin - shadow.started
-        self.telemetry.span("task", shadow.started, begin, step=task.step, lane_number=task.lane, view=task.view)
+        facts: dict[str, int | float] = {"step": task.step, "lane_number": task.lane, "view": task.view}
+        if (late := shadow.delayed) is not None:
+            facts |= {"delayed_rows": late.rows, "delay": late.delay, "delayed_mass": late.mass}
+        self.telemetry.span("task", shadow.started, begin, "main", **facts)
         first = self._read_next(task.step)
         message = contributions.collect(task, shadow, self.tables, first, info, self.options.debug)
         sent = self._exchange.contribute(message, self.frontier.reduced)
@@ -329,7 +343,10 @@ class Engine(Rank):
                 surgery()
         finally:
             parents = state.pop("odin_parents")
+        before = primitives.versions.shape[0]
         primitives.resize(parents, step + 1)
+        if self.frontier.evidence is not None:
+            self.frontier.evidence.resize(parents, before)
         if self.recorder is not None:
             self.recorder.resized(step, parents)
         self.telemetry.structural(step, begin, now())
@@ -346,7 +363,8 @@ class Engine(Rank):
         """
         if self.frontier.low != self.frontier.current:
             raise ValueError(f"use_policy: step {self.frontier.low} is not published; drain first")
-        self.policy = self.frontier.policy = policy
+        self.policy = policy
+        self.frontier.use_policy(policy)
 
     def crosses_structure(self, step: int) -> bool:
         """Whether a structural step that is still to be done lies before a step."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from odin_nerfstudio.runtime import hazards
+from odin_nerfstudio.runtime.evidence import EvidenceStore
 from odin_nerfstudio.runtime.gate import Awaited, GatePolicy
 from odin_nerfstudio.runtime.messages import Contribution
 from odin_nerfstudio.runtime.publication import Publisher
@@ -54,7 +55,10 @@ class Frontier:
         world_size: int,
         start_step: int,
     ) -> None:
-        self.plan, self.tables, self.policy = plan, tables, policy
+        self.plan, self.tables = plan, tables
+        self.evidence: EvidenceStore | None = None
+        """Learns from every complete contribution; None: not of interest."""
+        self.use_policy(policy)
         self.publisher, self.telemetry = publisher, telemetry
         self.rank, self.world_size = rank, world_size
         self.low = self.current = start_step
@@ -70,6 +74,12 @@ class Frontier:
         self.on_retire: Callable[[int], None] | None = None
         self._steps: dict[int, StepStaging] = {}
         self._complete_at = 0.0
+
+    def use_policy(self, policy: GatePolicy) -> None:
+        """Decide by a policy from now on. Evidence that one policy wanted is kept up to date for later ones too."""
+        self.policy = policy
+        if isinstance(evidence := getattr(policy, "evidence", None), EvidenceStore):
+            self.evidence = evidence
 
     # -- staging
 
@@ -94,6 +104,9 @@ class Frontier:
         before = staged.staged_rows()
         staged.accept(message, arrival)
         self.staged_rows += staged.staged_rows() - before
+        if self.evidence is not None and message.lane >= 0 and message.has_rest and not message.share:
+            parts = staged.lanes[message.lane].parts[0]
+            self.evidence.learn(self.tables[0], message.step, staged.views[message.lane], parts)
 
     def outstanding(self) -> list[StepStaging]:
         """Steps that this rank has contributed to and that are not published entirely, oldest first."""

@@ -33,6 +33,21 @@ class Awaited:
 
 
 @dataclass(frozen=True)
+class DelayedRead:
+    """A RAW hazard that a policy admits on evidence."""
+
+    view: int
+    rows: int
+    """Primitives read late."""
+    delay: int
+    """Most steps whose updates one of them lacks."""
+    mass: float
+    """Importance of these rows, between 0 (none) and 1; see `throughput`."""
+    peak: float
+    """Importance of the weightiest of them."""
+
+
+@dataclass(frozen=True)
 class Decision:
     """A policy's answer. Open if `hazard` is None."""
 
@@ -40,6 +55,8 @@ class Decision:
     awaited: tuple[Awaited, ...] = ()
     rows: int = 0
     """Rows that the gate waits for (RAW)."""
+    delayed: DelayedRead | None = None
+    """The rows that the task reads late; None: it sees everything."""
 
     @property
     def open(self) -> bool:
@@ -69,19 +86,25 @@ class Gate:
         late = [s for s in self.outstanding() if s.step < self.step - self.lookahead]
         return Decision(LOOKAHEAD, _missing(late)) if late else None
 
-    def blocked(self) -> Decision:
-        """Open, or the RAW hazards in the way."""
+    def blocked(self, tables: Sequence[int] | None = None, before: int | None = None) -> Decision:
+        """Open, or the RAW hazards in the way.
+
+        Args:
+            tables: Numbers of the tables to look at; None: all.
+            before: Look at pending updates of steps before this one only; None: of all.
+        """
         count, awaited = 0, []
+        chosen = range(len(self.tables)) if tables is None else tables
         for staged in self.outstanding():
-            if staged.complete:
+            if staged.complete or (before is not None and staged.step >= before):
                 continue
             self.track(staged)
             assert staged.pending is not None
-            waiting = []
-            for k, (table, ids) in enumerate(zip(self.tables, self.ids)):
-                rows = hazards.raw_rows(table.versions, ids, staged.step, staged.pending[k])
-                waiting.append(rows)
-                count += int(rows.shape[0])
+            waiting = [ids[:0] for ids in self.ids]
+            for k in chosen:
+                table, ids = self.tables[k], self.ids[k]
+                waiting[k] = hazards.raw_rows(table.versions, ids, staged.step, staged.pending[k])
+                count += int(waiting[k].shape[0])
             if any(r.shape[0] for r in waiting):
                 awaited += [Awaited(staged.step, n) for n in staged.missing() if _holds(staged, n, waiting)]
         return Decision(RAW, tuple(awaited), count) if count else OPEN
@@ -120,7 +143,12 @@ class GatePolicy(Protocol):
 
     @property
     def least_lag(self) -> int:
-        """Candidate sets are inflated by at least that many steps."""
+        """Candidate sets of other ranks' tasks are inflated by at least that many steps."""
+        ...
+
+    @property
+    def max_delay(self) -> int:
+        """Most steps that a primitive may be read late."""
         ...
 
     def decide(self, gate: Gate) -> Decision: ...
@@ -133,6 +161,7 @@ class BarrierPolicy:
     name: str = "barrier"
     partial: bool = False
     least_lag: int = 0
+    max_delay: int = 0
 
     def decide(self, gate: Gate) -> Decision:
         left = gate.outstanding()
@@ -146,9 +175,7 @@ class QualityPolicy:
     name: str = "quality"
     partial: bool = True
     least_lag: int = 0
+    max_delay: int = 0
 
     def decide(self, gate: Gate) -> Decision:
         return gate.too_far() or gate.blocked()
-
-
-POLICIES: dict[str, Callable[[], GatePolicy]] = {"barrier": BarrierPolicy, "quality": QualityPolicy}

@@ -30,17 +30,31 @@ def raw_rows(versions: Tensor, ids: Tensor, step: int, pending: Tensor) -> Tenso
     return rows.blocked(versions, ids, step, pending)
 
 
-def check_read(table: RowTable, ids: Tensor, step: int) -> None:
-    """RAW: every row that a task of `step` is about to read has version `step`.
+def check_read(table: RowTable, ids: Tensor, step: int, max_delay: int = 0) -> None:
+    """RAW: every row that a task of `step` is about to read has version `step`, or lacks at most `max_delay` updates.
 
     Raises:
-        HazardError: Some row has not, or is newer.
+        HazardError: Some row lacks more, or is newer.
     """
-    old, new = rows.count_older(table.versions, ids, step), rows.count_newer(table.versions, ids, step)
+    old, new = rows.count_older(table.versions, ids, step - max_delay), rows.count_newer(table.versions, ids, step)
     if old or new:
+        late = f" (more than {max_delay} steps)" if max_delay else ""
         raise HazardError(
-            f"RAW: a task of step {step} would read {old} older and {new} newer of {ids.shape[0]} rows of table"
+            f"RAW: a task of step {step} would read {old} older{late} and {new} newer of {ids.shape[0]} rows of table"
             f" {table.name}"
+        )
+
+
+def check_delayed(table: RowTable, ids: Tensor, step: int, admitted: int) -> None:
+    """RAW: the rows that a task of `step` is about to read late are as many as its gate has admitted and counted.
+
+    Raises:
+        HazardError: They are not.
+    """
+    late = rows.count_older(table.versions, ids, step)
+    if late != admitted:
+        raise HazardError(
+            f"RAW: a task of step {step} would read {late} rows of table {table.name} late, {admitted} were admitted"
         )
 
 

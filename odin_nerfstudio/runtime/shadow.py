@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from odin_nerfstudio.runtime import rows
+from odin_nerfstudio.runtime.gate import DelayedRead
 from odin_nerfstudio.runtime.store import RowTable
 
 
@@ -51,6 +52,8 @@ class Shadow:
     tables: dict[str, TableShadow]
     started: float = 0.0
     """Time at which the task could start (monotonic clock, seconds)."""
+    delayed: DelayedRead | None = None
+    """What of it is read late; None: nothing."""
 
     def __getitem__(self, table: str) -> TableShadow:
         return self.tables[table]

@@ -13,6 +13,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from odin_nerfstudio.runtime.gate import DelayedRead
 
 now = time.monotonic
 
@@ -49,6 +53,8 @@ class StepRecord:
     candidate_rows: int = 0
     deferred_rows: int = 0
     tasks: int = 0
+    delayed: list[DelayedRead] = field(default_factory=list)
+    """Reads of rows with pending older updates that were admitted, by view."""
 
     @property
     def waited(self) -> float:
@@ -118,6 +124,11 @@ class Telemetry:
         self.totals["hidden"] += max(0.0, record.barrier_wait - record.waited)
         for key, seconds in record.wait.items():
             self.waits[key] += seconds
+        for read in record.delayed:
+            self.totals["delayed_tasks"] += 1
+            self.totals["delayed_rows"] += read.rows
+            self.totals["delayed_mass"] += read.mass
+            self.totals["delay.max"] = max(self.totals["delay.max"], read.delay)
         return record
 
     def summary(self) -> dict[str, float]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from odin_nerfstudio.runtime import rows
+from odin_nerfstudio.runtime import mass, rows
 from odin_nerfstudio.runtime.adam import OdinAdam, publish_rows
 from odin_nerfstudio.runtime.adam_parts import GradientPart, step_parts, steps_parts
 from odin_nerfstudio.runtime.candidates import MotionBound, ViewTest, candidate_ids
+from odin_nerfstudio.runtime.evidence import EvidenceStore, Shares
 
 _ROWS = 64
 
@@ -35,6 +36,19 @@ def warm_up() -> None:
     rows.blocked(versions, ids, 1, out)
     rows.add_counts(out, ids, 1)
     rows.count_outside(mask, ids)
+
+    evidence = EvidenceStore()
+    evidence.put(0, Shares(*mass.of_rows([(ids, packed)], [(0, 3)], 0.01, 2.0**-13)))
+    evidence.resize(torch.cat((ids.long(), ids.long())), 4)
+    total, half = torch.zeros(_ROWS), Shares.of(ids, torch.full((4,), 0.25))
+    late = torch.zeros_like(mask)
+    mass.mark_late(versions, ids, 1, mask, 1, late, torch.empty_like(ids), 0)
+    for target in (late, total):
+        mass.fill_at(target, ids, 0)
+    mass.add(total, half.mass, mask)
+    mass.add_unknown(total, ids, mask)
+    for known in (half.mass, None):
+        mass.overlap(known, ids, late, total)
 
     test = ViewTest.of(torch.eye(4), torch.diag(torch.tensor([32.0, 32.0, 1.0])), 32, 32)
     motion = MotionBound.steady(1e-4, 5e-3, (0.9, 0.999), max_lag=2)

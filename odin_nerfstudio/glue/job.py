@@ -14,6 +14,7 @@ from odin_nerfstudio.glue.scale_schedule import scale_schedule
 from odin_nerfstudio.glue.warm_up import warm_up_kernels
 
 if TYPE_CHECKING:
+    from odin_nerfstudio.glue.odin_options import OdinOptions
     from odin_nerfstudio.glue.odin_trainer import OdinTrainerConfig
 
 
@@ -47,6 +48,7 @@ def prepare(config: OdinTrainerConfig) -> None:
         )
     if options.seed is None:
         options.seed = machine.seed
+    _check_delays(options)
     ranks = ranks_of(config)
     if options.views_per_step is None:
         options.views_per_step = _views_per_step_of_checkpoint(config) or ranks
@@ -99,6 +101,18 @@ def _views_per_step_of_checkpoint(config: OdinTrainerConfig) -> int | None:
         return read_checkpoint(path).get("odin", {}).get("views_per_step")
     except CheckpointError as error:
         raise SystemExit(f"Error: {error}") from error
+
+
+def _check_delays(options: OdinOptions) -> None:
+    """Limits of delayed reads that make sense."""
+    for name in ("max_delay", "max_overlap", "max_impact"):
+        if (value := getattr(options, name)) < 0:
+            raise SystemExit(f"Error: --pipeline.odin.{name.replace('_', '-')} {value} is negative")
+    if options.mode == "throughput" and options.max_delay > options.lookahead:
+        raise SystemExit(
+            f"Error: --pipeline.odin.max-delay {options.max_delay} is more than --pipeline.odin.lookahead "
+            f"{options.lookahead}: no device runs that far ahead; lower the one or raise the other"
+        )
 
 
 def _refuse_unsupported(config: OdinTrainerConfig) -> None:

@@ -52,6 +52,8 @@ class OdinOptions:
     """A device that is silent or awaited for this many seconds counts as failed, and the job ends, naming it."""
     trace: Path | None = None
     """Write a Chrome/Perfetto trace of the whole run here, with one row per device (open it at ui.perfetto.dev)."""
+    record: Path | None = None
+    """Write what every view reads, writes and takes to recording.npz in this folder, for odin-simulate."""
     scaled_for: Suppress[int] = 1
     """Views per step that the intervals and learning rates of this config are made for; set by scale_schedule."""
     debug: bool = False

@@ -24,6 +24,7 @@ from odin_nerfstudio.glue.global_random import generator_states, restore_generat
 from odin_nerfstudio.glue.interrupts import InterruptRequests
 from odin_nerfstudio.glue.launch import Place
 from odin_nerfstudio.glue.odin_pipeline import OdinPipeline, OdinPipelineConfig
+from odin_nerfstudio.glue.recording import finish_recording, start_recording
 from odin_nerfstudio.glue.report import StepScalars, report
 from odin_nerfstudio.glue.restart import is_restart, leave_note
 from odin_nerfstudio.glue.step_runner import StepRunner
@@ -102,6 +103,7 @@ class OdinTrainer(Trainer):
             self.pipeline.splats.strategy.verbose = self.rank == 0  # every rank does the same surgery
             self.runner = StepRunner(self.pipeline, self.optimizers, self.transport, self._start_step, self.timer)
             self.runner.engine.on_step(StepScalars(self.config.logging.steps_per_log))
+            self.recorder = start_recording(self.runner.engine, self.config.pipeline.odin.record)
             if self.rank == 0 and Place.of_torchrun() is not None:
                 leave_note(self.base_dir, self._start_step + self.config.max_num_iterations)
         except BaseException as error:
@@ -132,6 +134,9 @@ class OdinTrainer(Trainer):
             engine.drain()
             self.save_checkpoint(self.finished_step)
             report(engine, self.config.pipeline.odin.trace)
+            finish_recording(
+                self.recorder, engine, self.pipeline.datamanager, self.pipeline.seed, self.config.pipeline.odin.record
+            )
             engine.close()
         if self.rank == 0:
             self._after_train()

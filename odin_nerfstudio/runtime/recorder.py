@@ -65,7 +65,7 @@ def sets_of(candidates: Tensor, message: Contribution, layout: RowLayout) -> Vie
 
 
 class Recorder:
-    """Notes this rank's tasks, steps and sets."""
+    """Notes this rank's tasks, steps and sets. What `Engine.on_step` was given before is called as before."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -76,6 +76,14 @@ class Recorder:
         self._structural: list[int] = []
         self._structural_before = engine.telemetry.totals["structural"]
         engine.recorder = self
+        before = engine.frontier.on_step
+
+        def on_step(record: StepRecord) -> None:
+            if before is not None:
+                before(record)
+            self.step(record)
+
+        engine.on_step(on_step)
 
     def task(self, task: Task, shadow: Shadow, message: Contribution, sent: int, seconds: float) -> None:
         """Note a task when its contribution is packed. sent: bytes to all peers; seconds: render and backward pass."""

@@ -10,15 +10,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from gsplat.strategy import DefaultStrategy
 from training import sample_scene, small_config
 
-from odin_nerfstudio.glue.odin_model import ROW_FIELDS
 from odin_nerfstudio.glue.odin_trainer import OdinTrainer
+from odin_nerfstudio.glue.splats import ROW_FIELDS, OdinSplats
 from odin_nerfstudio.runtime.keyed import keyed_randomness
 
 STEPS, LANES = 60, 2
@@ -33,6 +33,11 @@ def prepared(scene: Path, outputs: Path) -> OdinTrainer:
     trainer = OdinTrainer(config)
     trainer.setup()
     return trainer
+
+
+def splats_of(trainer: OdinTrainer) -> OdinSplats:
+    """The trainer's model."""
+    return cast(OdinSplats, trainer.pipeline.splats)
 
 
 def padded(parameters: torch.nn.ParameterDict, filler: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -50,14 +55,15 @@ def padded(parameters: torch.nn.ParameterDict, filler: Mapping[str, torch.Tensor
 
 def plain_loop(trainer: OdinTrainer) -> tuple[dict[str, torch.optim.Optimizer], dict[str, Any]]:
     """Trains the trainer's model without its runtime; returns optimizers and the strategy's state."""
-    model, plan, data = trainer.pipeline.splats, trainer.runner.plan, trainer.pipeline.datamanager
+    model, plan, data = splats_of(trainer), trainer.runner.plan, trainer.pipeline.datamanager
     parameters = model.gauss_params
     rates = {name: trainer.optimizers.optimizers[name].param_groups[0]["lr"] for name in ROW_FIELDS}
     optimizers: dict[str, torch.optim.Optimizer] = {
         name: torch.optim.Adam([parameters[name]], lr=rates[name], eps=1e-15) for name in ROW_FIELDS
     }
     schedule = trainer.runner.engine.tables[0].schedule
-    fields = {k: v for k, v in vars(model.strategy).items() if k in DefaultStrategy.__dataclass_fields__}
+    settings = vars(model.strategy)
+    fields = {k: v for k, v in settings.items() if k in DefaultStrategy.__dataclass_fields__}
     strategy = DefaultStrategy(**fields)
     state = strategy.initialize_state(scene_scale=1.0)
     surgery = copy.copy(strategy)
@@ -98,10 +104,10 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_e3_the_runtime_equals_stock_adam_and_the_stock_strategy(scene: Path, tmp_path: Path) -> None:
     ours, plain = prepared(scene, tmp_path / "a"), prepared(scene, tmp_path / "b")
-    start = len(ours.pipeline.splats.means)
+    start = len(splats_of(ours).means)
     ours.train()
     optimizers, state = plain_loop(plain)
-    mine, theirs = ours.pipeline.splats, plain.pipeline.splats
+    mine, theirs = splats_of(ours), splats_of(plain)
     assert len(theirs.means) > start, "the plain loop densifies"
     for name in ROW_FIELDS:
         assert torch.equal(mine.gauss_params[name], theirs.gauss_params[name]), name

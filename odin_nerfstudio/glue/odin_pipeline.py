@@ -6,13 +6,15 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from nerfstudio.models.base_model import ModelConfig
 from nerfstudio.pipelines.base_pipeline import VanillaPipeline, VanillaPipelineConfig
 
 from odin_nerfstudio.glue.compat import end_quickly, provide_ffmpeg, steady_viewer
 from odin_nerfstudio.glue.odin_datamanager import OdinDataManager, OdinDataManagerConfig
-from odin_nerfstudio.glue.odin_model import OdinSplatfactoModel, OdinSplatfactoModelConfig
+from odin_nerfstudio.glue.odin_model import OdinSplatfactoModelConfig
 from odin_nerfstudio.glue.odin_options import OdinOptions
 from odin_nerfstudio.glue.planning import plan_for
+from odin_nerfstudio.glue.splat_protocol import DistributedSplats
 from odin_nerfstudio.planning.schedule import Plan
 
 DEFAULT_SEED = 42
@@ -25,7 +27,7 @@ class OdinPipelineConfig(VanillaPipelineConfig):
     _target: type = field(default_factory=lambda: OdinPipeline)
     datamanager: OdinDataManagerConfig = field(default_factory=OdinDataManagerConfig)
     """Where views come from."""
-    model: OdinSplatfactoModelConfig = field(default_factory=OdinSplatfactoModelConfig)
+    model: ModelConfig = field(default_factory=OdinSplatfactoModelConfig)
     """The splats."""
     odin: OdinOptions = field(default_factory=OdinOptions)
     """Planning and synchronization."""
@@ -47,9 +49,9 @@ class OdinPipeline(VanillaPipeline):
         self.seed = DEFAULT_SEED if config.odin.seed is None else config.odin.seed
 
     @property
-    def splats(self) -> OdinSplatfactoModel:
-        """The model, with its type."""
-        return cast(OdinSplatfactoModel, self.model)
+    def splats(self) -> DistributedSplats:
+        """The model, as the runtime sees it."""
+        return cast(DistributedSplats, self.model)
 
     def prepare_training(self, rank: int, ranks: int) -> Plan:
         """Makes the plan and hands it to the data manager; ns-eval and the like never need one."""
@@ -58,6 +60,5 @@ class OdinPipeline(VanillaPipeline):
         plan = plan_for(self.datamanager, options, self.seed, ranks, lanes)
         self.datamanager.follow(plan, plan.views_of_rank(rank).tolist())
         if options.scale_schedule:
-            strategy = self.splats.strategy
-            strategy.pause_refine_after_reset = math.ceil(plan.views / lanes) + strategy.refine_every
+            self.splats.follow_plan(math.ceil(plan.views / lanes))
         return plan

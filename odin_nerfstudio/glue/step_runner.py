@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from nerfstudio.engine.optimizers import Optimizers
 
+from odin_nerfstudio.glue.agreement import facts_of, require_agreement
 from odin_nerfstudio.glue.odin_pipeline import OdinPipeline
 from odin_nerfstudio.glue.step_timer import StepTimer
 from odin_nerfstudio.glue.tables import CAMERAS, GRIDS, PRIMITIVES, model_tables
@@ -36,7 +37,7 @@ class StepRunner:
         cameras = pipeline.datamanager.train_dataset.cameras
         self.engine = Engine(
             self.plan,
-            model_tables(self.model, optimizers, cameras, start_step),
+            model_tables(self.model, optimizers, cameras, start_step, pipeline.seed),
             transport,
             make_policy(options.mode, DelayLimits(options.max_delay, options.max_overlap, options.max_impact)),
             EngineOptions(
@@ -46,9 +47,12 @@ class StepRunner:
                 debug=options.debug,
                 trace=options.trace is not None,
             ),
-            self.model.strategy.acts_at,
+            self.model.acts_at,
             start_step,
         )
+        if transport.world_size > 1:
+            facts = facts_of(self.plan.fingerprint(), odin=options, model=pipeline.config.model)
+            require_agreement(self.engine, facts)
 
     def run(self, step: int, with_metrics: bool) -> tuple[torch.Tensor, dict[str, Any], dict[str, Any]]:
         """Renders, contributes, publishes and, where it is due, changes the primitives.
@@ -76,7 +80,7 @@ class StepRunner:
         if with_metrics:
             with torch.no_grad():
                 losses |= self.model.regularizers()
-        if self.model.strategy.acts_at(step):
+        if self.model.acts_at(step):
             with self.timer.phase("structural"):
                 engine.structural(step, lambda: self.model.surgery(step), self.model.strategy_state)
         return sum(losses.values(), torch.zeros((), device=self.model.device)), losses, metrics
@@ -90,7 +94,7 @@ class StepRunner:
         with timer.phase("acquire"):
             shadow = self.engine.acquire(task)
         with timer.phase("render"):
-            outputs = torch.func.functional_call(model, self._rows_of(shadow), (camera,))
+            outputs = torch.func.functional_call(cast(torch.nn.Module, model), self._rows_of(shadow), (camera,))
         with timer.phase("loss"):
             loss = model.image_loss(outputs, batch)
             metrics = model.get_metrics_dict(outputs, batch) if with_metrics else {}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, MutableMapping
+from typing import Any, cast
 
 import torch
 from nerfstudio.cameras.cameras import Cameras
@@ -11,10 +11,9 @@ from nerfstudio.engine.optimizers import Optimizers
 from torch import Tensor
 
 from odin_nerfstudio.glue.learning_rates import LearningRates
-from odin_nerfstudio.glue.odin_model import ROW_FIELDS, OdinSplatfactoModel
+from odin_nerfstudio.glue.splat_protocol import DistributedSplats, TrainingContext
 from odin_nerfstudio.glue.view_tests import ViewTests
-from odin_nerfstudio.runtime.reads import MAX_LAG, PoseMotion, VisibilityReads
-from odin_nerfstudio.runtime.statistics import DensificationStatistics
+from odin_nerfstudio.runtime.reads import MAX_LAG, PoseMotion
 from odin_nerfstudio.runtime.store import DenseTerm, RowTable, ViewRow
 
 PRIMITIVES, CAMERAS, GRIDS = "primitives", "cameras", "grids"
@@ -36,73 +35,67 @@ def adam_of(optimizers: Optimizers, group: str) -> torch.optim.Adam:
 
 
 def model_tables(
-    model: OdinSplatfactoModel, optimizers: Optimizers, cameras: Cameras, start_step: int
+    model: DistributedSplats, optimizers: Optimizers, cameras: Cameras, start_step: int, seed: int
 ) -> list[RowTable]:
-    """Tables of primitives and, where they are trained, of camera poses and bilateral grids (rows are views)."""
+    """Tables of primitives and, where they are trained, of camera poses and bilateral grids (rows are views).
+
+    Args:
+        cameras: all training views ``[V]``, undistorted, on the CPU.
+        seed: of the run.
+
+    Raises:
+        ValueError: an optimizer is no Adam, or its betas do not fit.
+    """
     rates = LearningRates(optimizers, start_step)
+    parameters = cast(MutableMapping[str, Any], model.gauss_params)
     # Without spherical harmonics features_rest has no columns, and nothing to train.
-    trained = {n: adam_of(optimizers, n) for n in ROW_FIELDS if model.gauss_params[n].numel() > 0}
-    view_tests = ViewTests(model, cameras, MAX_LAG)
-    poses = _pose_table(model, optimizers, rates) if model.config.camera_optimizer.mode != "off" else None
+    trained = {
+        name: adam_of(optimizers, name)
+        for name, parameter in parameters.items()
+        if name in optimizers.optimizers and parameter.numel() > 0
+    }
 
     def schedule(step: int) -> dict[str, float]:
         return {name: rates.at(name, step) for name in trained}
 
+    poses = _pose_table(model, optimizers, rates) if model.camera_optimizer.config.mode != "off" else None
+    view_tests = ViewTests(model, cameras, MAX_LAG)
+    betas = {name: _betas(optimizer) for name, optimizer in trained.items()}
+    pose = None if poses is None else PoseMotion(poses, "pose_adjustment", _betas(poses.optimizers["pose_adjustment"]))
+    context = TrainingContext(seed, schedule, view_tests, betas, pose)
     tables = [
         RowTable(
             PRIMITIVES,
-            model.gauss_params,  # type: ignore[arg-type]
+            parameters,
             trained,
-            VisibilityReads(
-                model.gauss_params,  # type: ignore[arg-type]
-                schedule,
-                view_tests,
-                betas=_common_betas(trained["means"], trained["scales"]),
-                pose=_pose_motion(poses),
-            ),
+            model.reads(context),
             schedule,
             padding=view_tests.padding,
             multiple=PAD_ROWS,
-            active_columns=lambda step: {"features_rest": 3 * ((model.sh_degree_at(step) + 1) ** 2 - 1)},
-            dense_terms=[_scale_regularization(model)] if model.config.use_scale_regularization else [],
-            statistics=DensificationStatistics(
-                model.strategy_state,
-                absgrad=model.strategy.absgrad,
-                until=lambda step: step < model.strategy.refine_stop_iter,
-            ),
+            active_columns=model.active_columns,
+            dense_terms=model.dense_terms(),
+            statistics=model.statistics(),
+            noise=model.row_noise(context),
         )
     ]
     if poses is not None:
         tables.append(poses)
-    if model.config.use_bilateral_grid:
-        grids = model.bil_grids.grids
+    grids = getattr(model, "bil_grids", None)
+    if grids is not None:
         term = DenseTerm("tv_loss", lambda _: True, _total_variation_gradient)
-        tables.append(_view_table(GRIDS, "grids", grids, optimizers, "bilateral_grid", rates, term))
+        tables.append(_view_table(GRIDS, "grids", grids.grids, optimizers, "bilateral_grid", rates, term))
     return tables
 
 
-def _common_betas(*optimizers: torch.optim.Adam) -> tuple[float, float]:
-    """The decay rates that the optimizers share.
-
-    Raises:
-        ValueError: they differ; candidate sets are made for one pair.
-    """
-    betas = {tuple(optimizer.param_groups[0]["betas"]) for optimizer in optimizers}
-    if len(betas) != 1:
-        raise ValueError(f"means and scales need the same Adam betas, got {sorted(betas)}")
-    return betas.pop()
+def _betas(optimizer: torch.optim.Adam) -> tuple[float, float]:
+    first, second = optimizer.param_groups[0]["betas"]
+    return float(first), float(second)
 
 
-def _pose_table(model: OdinSplatfactoModel, optimizers: Optimizers, rates: LearningRates) -> RowTable:
+def _pose_table(model: DistributedSplats, optimizers: Optimizers, rates: LearningRates) -> RowTable:
     term = DenseTerm("camera_opt_regularizer", lambda _: True, lambda *a: _pose_gradient(model, *a))
     pose = model.camera_optimizer.pose_adjustment
     return _view_table(CAMERAS, "pose_adjustment", pose, optimizers, "camera_opt", rates, term)
-
-
-def _pose_motion(poses: RowTable | None) -> PoseMotion | None:
-    if poses is None:
-        return None
-    return PoseMotion(poses, "pose_adjustment", _common_betas(*poses.optimizers.values()))
 
 
 def _view_table(
@@ -125,20 +118,9 @@ def _view_table(
     )
 
 
-def _scale_regularization(model: OdinSplatfactoModel) -> DenseTerm:
-    """PhysGaussian's penalty as a gradient on all primitives at every tenth step."""
-
-    def gradient(_step: int, total: int, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        scales = values["scales"].detach().clone().requires_grad_(True)
-        (model.elongation(scales).sum() * (0.1 / total)).backward()
-        return {"scales": _gradient_of(scales)}
-
-    return DenseTerm("scale_reg", model.scale_regularization_due, gradient)
-
-
-def _pose_gradient(model: OdinSplatfactoModel, _step: int, total: int, values: Mapping[str, Tensor]) -> dict[str, Any]:
+def _pose_gradient(model: DistributedSplats, _step: int, total: int, values: Mapping[str, Tensor]) -> dict[str, Any]:
     """Gradient of nerfstudio's ``camera_opt_regularizer``, the mean of weighted norms over all views."""
-    config = model.config.camera_optimizer
+    config = model.camera_optimizer.config
     pose = values["pose_adjustment"].detach().clone().requires_grad_(True)
     translation = pose[:, :3].norm(dim=-1).sum() * config.trans_l2_penalty
     rotation = pose[:, 3:].norm(dim=-1).sum() * config.rot_l2_penalty

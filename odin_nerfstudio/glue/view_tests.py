@@ -7,7 +7,8 @@ from nerfstudio.cameras.cameras import Cameras
 from torch import Tensor
 
 from odin_nerfstudio.glue.cameras import world_to_camera
-from odin_nerfstudio.glue.odin_model import NEAR_PLANE, OdinSplatfactoModel
+from odin_nerfstudio.glue.odin_model import NEAR_PLANE
+from odin_nerfstudio.glue.splat_protocol import DistributedSplats
 from odin_nerfstudio.runtime.candidates import ViewTest
 
 BEHIND = 10.0
@@ -17,7 +18,7 @@ BEHIND = 10.0
 class ViewTests:
     """Visibility tests of all training views, at the resolution and the pose of a step."""
 
-    def __init__(self, model: OdinSplatfactoModel, cameras: Cameras, max_lag: int) -> None:
+    def __init__(self, model: DistributedSplats, cameras: Cameras, max_lag: int) -> None:
         """
         Args:
             model: says at which resolution a step is rendered, and where the camera optimizer has moved a view.
@@ -29,7 +30,7 @@ class ViewTests:
 
     def __call__(self, step: int, view: int) -> ViewTest:
         """The test of a view as this rank's copy of the state has it."""
-        moving = self._model.config.camera_optimizer.mode != "off"
+        moving = self._model.camera_optimizer.config.mode != "off"
         key = (view, self._model.downscale_at(step))
         if not moving and key in self._known:
             return self._known[key]

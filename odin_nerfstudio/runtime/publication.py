@@ -52,6 +52,8 @@ class Publisher:
                     setattr(table.optimizers[name], "_opt_called", True)  # noqa: B010
             else:
                 self._step_whole(table, staged.step, parts)
+            if table.noise is not None:
+                table.noise.add(staged.step, None)
             table.versions.fill_(staged.step + 1)
             self.applied_rows += sum(int(ids.shape[0]) for ids, _ in parts)
         staged.started = True
@@ -74,6 +76,8 @@ class Publisher:
                 self._step_parts(table, staged.step, parts, mask, ahead)
             else:
                 self._step_some(table, staged.step, parts, mask, ahead)
+            if table.noise is not None:
+                table.noise.add(staged.step, mask)
             rows.set_versions(table.versions, mask, staged.step + 1)
             self.applied_rows += sum(rows.count_inside(mask, ids) for ids, _ in parts)
             published += count
@@ -207,7 +211,8 @@ def _rows_of_term(
     n = int(ids.shape[0])
     padded = -(-n // _TERM_MULTIPLE) * _TERM_MULTIPLE
     values = {}
-    for name, parameter in table.parameters.items():
+    for name in term.needs or table.parameters:
+        parameter = table.parameters[name]
         values[name] = torch.zeros((padded, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
         rows.gather(parameter, ids, values[name])
     for name, gradient in term.gradient(step, table.count, values).items():

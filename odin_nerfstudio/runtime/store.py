@@ -55,6 +55,16 @@ class DenseTerm:
     name: str
     due: Callable[[int], bool]
     gradient: Callable[[int, int, Mapping[str, Tensor]], Mapping[str, Tensor]]
+    needs: Sequence[str] | None = None
+    """Parameters that the gradient is made of; None: all are handed over."""
+
+
+class RowNoise(Protocol):
+    """What happens to rows after their update, row by row: noise, keyed by (seed, step, row)."""
+
+    def add(self, step: int, mask: Tensor | None) -> None:
+        """Change the rows of a mask ([N] uint8; None: all), which have just got their update of `step`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -147,6 +157,8 @@ class RowTable:
     """Step -> number of leading columns of a name that can have a gradient (spherical-harmonics bands); others: all."""
     dense_terms: Sequence[DenseTerm] = ()
     statistics: Statistics | None = None
+    noise: RowNoise | None = None
+    """Changes rows as part of their publication; its reach must be part of `reads`."""
     defer: bool = True
     """Rows may travel in a task's second message."""
     arrays: RowArrays = field(default_factory=RowArrays, init=False)

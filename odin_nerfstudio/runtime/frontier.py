@@ -16,7 +16,7 @@ from odin_nerfstudio.runtime.publication import Publisher
 from odin_nerfstudio.runtime.reduction import ReducedStaging, Traffic
 from odin_nerfstudio.runtime.staging import Phase, StepStaging
 from odin_nerfstudio.runtime.store import RowTable
-from odin_nerfstudio.runtime.telemetry import StepRecord, Telemetry
+from odin_nerfstudio.runtime.telemetry import StepRecord, Telemetry, now
 
 
 class TaskPlan(Protocol):
@@ -158,7 +158,9 @@ class Frontier:
             staged = self.staging(self.low)
             with self.telemetry.timed(step, "publish"):
                 if not staged.started:
+                    begin = now()
                     self.publisher.whole(staged)
+                    self.telemetry.timeline.whole(now() - begin)
                 else:
                     self.track(staged)
                     self.publisher.some(staged, 0)

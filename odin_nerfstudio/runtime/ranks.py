@@ -9,7 +9,7 @@ from odin_nerfstudio.runtime.exchange import Exchange
 from odin_nerfstudio.runtime.faults import RankFailure
 from odin_nerfstudio.runtime.frontier import Frontier
 from odin_nerfstudio.runtime.store import PublishedStore
-from odin_nerfstudio.runtime.telemetry import Telemetry
+from odin_nerfstudio.runtime.telemetry import Telemetry, now
 from odin_nerfstudio.runtime.transport import Activity, Transport
 
 
@@ -38,9 +38,13 @@ class Rank:
     def busy(self, activity: Activity = Activity.BUSY) -> Iterator[None]:
         """Let peers wait without limit meanwhile: evaluation, checkpoints, a pause."""
         self.transport.report(self.frontier.current, activity)
+        begin, timeline = now(), self.telemetry.timeline
+        inside = timeline.inside()
         try:
             yield
         finally:
+            spent = now() - begin - (timeline.inside() - inside)
+            timeline.spend("paused" if activity == Activity.PAUSED else "after", spent)
             self.transport.report(self.frontier.current, Activity.TRAINING)
 
     def idle(self, seconds: float) -> None:

@@ -9,7 +9,8 @@ is an estimate, since a run that really waits shifts all later times: compare tw
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from array import array
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,6 +34,85 @@ class Span:
     args: Mapping[str, str | int | float]
 
 
+@dataclass(frozen=True)
+class Doing:
+    """What a rank is doing; replaced as a whole, so that any thread may read it."""
+
+    what: str
+    """``computing``, ``waiting`` or ``updating`` (everything else between two tasks)."""
+    step: int
+    since: float
+    """Monotonic clock, seconds."""
+    hazard: str = ""
+    awaited: tuple[tuple[int, int], ...] = ()
+    """(step, lane) of the contributions that a waiting rank waits for; lane -1 - r: sums of owner r."""
+
+
+class Timeline:
+    """This rank's tasks and the arrivals from its peers, as `barrier_estimate` replays them. Seconds.
+
+    Work is split into what a synchronized run could do before the step before is complete (``before``), what it could
+    not (``after``) and its publication; time that only finer gates cost (``gating``) and pauses are left out.
+    """
+
+    TASK_COLUMNS = ("step", "lane", "before", "after", "publication", "wait", "end")
+    ARRIVAL_COLUMNS = ("step", "lane", "time")
+    LIMIT = 100_000
+    """Tasks that are kept; of longer runs, the latest."""
+
+    def __init__(self) -> None:
+        self.tasks = array("d")
+        """Per task: `TASK_COLUMNS`; the last is the end of its contribution (monotonic)."""
+        self.arrivals = array("d")
+        """Per contribution of a peer: `ARRIVAL_COLUMNS`; the last is the arrival of its last part (monotonic)."""
+        self.paused = 0.0
+        self._mark: float | None = None
+        self._spent: dict[str, float] = dict.fromkeys(("after", "gating", "paused", "publish", "wait"), 0.0)
+        self._whole: deque[float] = deque(maxlen=9)
+
+    def begin(self, time: float) -> None:
+        """The rank is about to start a task; counts for the first one only."""
+        if self._mark is None:
+            self._mark = time
+
+    def spend(self, what: str, seconds: float) -> None:
+        """Note time since the last task: ``after``, ``gating``, ``paused``, ``publish`` or ``wait``."""
+        self._spent[what] += seconds
+
+    def inside(self) -> float:
+        """Waits and publications since the last task; for blocks that contain some."""
+        return self._spent["wait"] + self._spent["publish"]
+
+    def whole(self, seconds: float) -> None:
+        """A step was published in one go, as a synchronized run does with all of them."""
+        self._whole.append(seconds)
+
+    def task(self, step: int, lane: int, end: float) -> None:
+        """A task has contributed."""
+        spent, mark = self._spent, self._mark
+        assert mark is not None
+        before = end - mark - sum(spent.values())
+        publish = sorted(self._whole)[len(self._whole) // 2] if self._whole else spent["publish"]
+        self.tasks.extend((step, lane, max(0.0, before), spent["after"], publish, spent["wait"], end))
+        self.paused += spent["paused"]
+        self._mark = end
+        for what in spent:
+            spent[what] = 0.0
+        width = len(self.TASK_COLUMNS)
+        if len(self.tasks) > width * self.LIMIT:
+            del self.tasks[: width * (self.LIMIT // 2)]
+            self._forget_arrivals_before(self.tasks[0])
+
+    def _forget_arrivals_before(self, step: float) -> None:
+        width = len(self.ARRIVAL_COLUMNS)
+        known = range(0, len(self.arrivals), width)
+        del self.arrivals[: next((i for i in known if self.arrivals[i] >= step), len(self.arrivals))]
+
+    def arrived(self, step: int, lane: int, time: float) -> None:
+        """The last part of a peer's contribution is here."""
+        self.arrivals.extend((step, lane, time))
+
+
 @dataclass
 class StepRecord:
     """Seconds and bytes of one step on one rank."""
@@ -53,6 +133,10 @@ class StepRecord:
     candidate_rows: int = 0
     deferred_rows: int = 0
     tasks: int = 0
+    conflicts: int = 0
+    """Tasks that found rows with pending older updates among those that they read."""
+    conflict_rows: int = 0
+    """Such rows."""
     delayed: list[DelayedRead] = field(default_factory=list)
     """Reads of rows with pending older updates that were admitted, by view."""
 
@@ -75,6 +159,8 @@ class Telemetry:
         self.totals: dict[str, float] = defaultdict(float)
         self.waits: dict[tuple[str, int], float] = defaultdict(float)
         self.started = now()
+        self.timeline = Timeline()
+        self.doing = Doing("updating", -1, self.started)
 
     def record(self, step: int) -> StepRecord:
         """The record of a step, made at first use."""
@@ -82,6 +168,10 @@ class Telemetry:
         if found is None:
             found = self._records[step] = StepRecord(step)
         return found
+
+    def enter(self, what: str, step: int, hazard: str = "", awaited: tuple[tuple[int, int], ...] = ()) -> None:
+        """Say what this rank is doing from now on."""
+        self.doing = Doing(what, step, now(), hazard, awaited)
 
     @contextmanager
     def timed(self, step: int, what: str, **args: str | int | float) -> Iterator[None]:
@@ -93,6 +183,8 @@ class Telemetry:
             end = now()
             record = self.record(step)
             setattr(record, what, getattr(record, what) + end - begin)
+            if what == "publish":
+                self.timeline.spend("publish", end - begin)
             self.span(what, begin, end, "main", step=step, **args)
 
     def span(self, name: str, start: float, end: float, lane: str = "main", **args: str | int | float) -> None:
@@ -105,11 +197,13 @@ class Telemetry:
         record = self.record(step)
         key = (hazard, peer)
         record.wait[key] = record.wait.get(key, 0.0) + end - start
+        self.timeline.spend("wait", end - start)
         self.span("wait", start, end, step=step, hazard=hazard, peer=peer)
 
     def structural(self, step: int, start: float, end: float) -> None:
         """Count the surgery of a structural step, after its drain."""
         self.totals["structural"] += end - start
+        self.timeline.spend("after", end - start)
         self.span("structural", start, end, step=step)
 
     def finish(self, step: int) -> StepRecord | None:
@@ -141,10 +235,12 @@ class Telemetry:
         """Forget the totals (not the spans), to measure a stretch of a run."""
         self.totals.clear()
         self.waits.clear()
+        self.timeline = Timeline()
         self.started = now()
 
 
 _FIELDS = (
     "acquire", "barrier_wait", "compute", "contribute", "publish",
     "sent", "received", "active_rows", "candidate_rows", "deferred_rows", "tasks",
+    "conflicts", "conflict_rows",
 )  # fmt: skip

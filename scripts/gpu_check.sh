@@ -1,8 +1,13 @@
 #!/usr/bin/env bash
-# What to run on the day a GPU is at hand (not yet run on one). Installs nothing; takes less than 8 minutes.
+# What to run on the day a GPU is at hand. NOT YET RUN ON ONE: no machine with a GPU was at hand when this was written.
+# Installs nothing; takes less than 15 minutes. Every part has a hard time limit, so a hang ends as a failure.
 #   1. gsplat on CUDA against the CPU rasterizer: images and gradients, tolerances printed
-#   2. 200 steps of ns-train odin-splatfacto on a sample scene
-#   3. ns-eval of the result
+#   2. what the runtime does on a device, in small: pinned buffers, Adam in one kernel
+#   3. 200 steps of ns-train odin-splatfacto on a sample scene, and ns-eval of the result
+#   4. two ranks on one GPU over gloo: barrier twice and quality once. gsplat sums with atomics, so that even barrier
+#      differs from itself; quality may differ from barrier by three times as much (scripts/gpu_runs.py). Prints seconds,
+#      bytes and where the ranks' time went. One rank is killed once: the job must end within 30 s
+#   5. the same over NCCL, where there are two GPUs
 # Usage: bash scripts/gpu_check.sh [folder for scene and outputs]
 set -euo pipefail
 
@@ -20,18 +25,90 @@ import torch
 import gsplat
 print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, {torch.cuda.get_device_name()}, gsplat {gsplat.__version__}")
 PY
+devices="$(python -c 'import torch; print(torch.cuda.device_count())')"
 mkdir -p "$work"
 
 echo "== gsplat against the CPU rasterizer"
 limit 240 python "$repository/scripts/gpu_compare.py"
 
+echo "== parts of the runtime on a device"
+limit 120 python -m pytest -q "$repository/tests/test_device_transports.py" "$repository/tests/test_device_twins.py" -k "cuda"
+
+# train NAME STEPS OPTION...: trains the sample scene into $work/runs/object/odin-splatfacto/NAME
+train() {
+    local name="$1" steps="$2" begin=$SECONDS
+    shift 2
+    limit 150 ns-train odin-splatfacto --data "$work/object" --max-num-iterations "$steps" --vis tensorboard \
+        --output-dir "$work/runs" --timestamp "$name" --machine.device-type cuda "$@"
+    echo "$name: $((SECONDS - begin)) s with start-up"
+}
+
+# two_ranks BACKEND: barrier twice and quality once on two ranks, compared; then a rank is killed
+two_ranks() {
+    local backend="$1" runs="$work/runs/object/odin-splatfacto" ranks=(--machine.num-devices 2 --pipeline.odin.backend "$1")
+    train "$backend-barrier" 200 "${ranks[@]}" --pipeline.odin.mode barrier
+    train "$backend-again" 200 "${ranks[@]}" --pipeline.odin.mode barrier
+    train "$backend-quality" 200 "${ranks[@]}" --pipeline.odin.mode quality
+    python "$repository/scripts/gpu_runs.py" "$runs/$backend-barrier" "$runs/$backend-again" "$runs/$backend-quality"
+    killed_rank "$backend"
+}
+
+# killed_rank BACKEND: kills one rank of a job that trains, and waits for the job to end
+killed_rank() {
+    local backend="$1" log="$work/killed-$1.log" job victim begin
+    limit 150 torchrun --standalone --nproc-per-node 2 -m odin_nerfstudio.train odin-splatfacto --data "$work/object" \
+        --max-num-iterations 100000 --vis tensorboard --output-dir "$work/runs" --timestamp "$backend-killed" \
+        --machine.device-type cuda --pipeline.odin.backend "$backend" >"$log" 2>&1 &
+    job=$!
+    sleep 60 # more than a start takes
+    victim="$(python - <<'PY'
+import os
+for entry in os.scandir("/proc"):
+    if entry.name.isdigit():
+        try:
+            with open(f"/proc/{entry.name}/environ", "rb") as file:
+                words = file.read().split(b"\0")
+            with open(f"/proc/{entry.name}/cmdline", "rb") as file:
+                command = file.read()
+        except OSError:
+            continue
+        if b"RANK=1" in words and b"odin_nerfstudio.train" in command and b"torchrun" not in command:
+            print(entry.name)
+            break
+PY
+)"
+    if [ -z "$victim" ]; then
+        echo "no rank 1 found after 60 s; see $log" >&2
+        exit 1
+    fi
+    begin=$SECONDS
+    kill -9 "$victim"
+    wait "$job" && { echo "the job ended well although a rank was killed; see $log" >&2; exit 1; }
+    grep -m 1 "died or lost its connection" "$log" || { echo "rank 1 is not named; see $log" >&2; exit 1; }
+    echo "$backend: a killed rank ended the job within $((SECONDS - begin)) s"
+    [ $((SECONDS - begin)) -le 30 ]
+}
+
 echo "== 200 steps of training"
 odin-sample object --output "$work/object" --views 40 --size 320x240
-limit 120 ns-train odin-splatfacto --data "$work/object" --max-num-iterations 200 --vis tensorboard \
-    --output-dir "$work/runs" --timestamp check --machine.device-type cuda
+train check 200
 
 echo "== ns-eval"
 limit 100 ns-eval --load-config "$work/runs/object/odin-splatfacto/check/config.yml" \
     --output-path "$work/metrics.json"
 cat "$work/metrics.json"
+
+echo "== two ranks on one GPU, gloo"
+(
+    export CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0}"
+    export CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES%%,*}"
+    two_ranks gloo
+)
+
+if [ "$devices" -ge 2 ]; then
+    echo "== two ranks on two GPUs, NCCL"
+    two_ranks nccl
+else
+    echo "== NCCL: left out, it needs two GPUs"
+fi
 echo "gpu_check: passed"

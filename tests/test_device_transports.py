@@ -15,6 +15,7 @@ from odin_nerfstudio.runtime.pinned import HostBuffers, HostCopies
 from odin_nerfstudio.runtime.travel_order import TravelOrder, Unit
 
 SMALL = Toy(primitives=300, steps=25)
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 IDLE = Toy(views=3, primitives=300, steps=25, empty_lanes=True, empty_view=True)
 LARGE = Toy(lanes=2, views=2, primitives=300, steps=3, wide=12000)
 
@@ -35,7 +36,6 @@ def runs(name: str, toy: Toy, *, sums: bool) -> dict[str, Toy]:
 RUNS = {
     2: runs("small", SMALL, sums=False) | runs("large", LARGE, sums=False) | runs("idle", IDLE, sums=True),
     3: runs("small", SMALL, sums=True) | runs("idle", IDLE, sums=False),
-    4: runs("small", SMALL, sums=True),
 }
 
 
@@ -60,14 +60,12 @@ def test_every_run_equals_the_plain_loop(
         assert bool(heard[0]) == (name.endswith("quality") and "large" not in name)  # 3 steps are too few to hear
 
 
-@pytest.mark.parametrize("fault", ["kill:1:15", "stop:1:15", "raise:1:15"])
-def test_faults_over_the_ordered_transport_are_noticed_at_once(tmp_path: Path, fault: str) -> None:
+@pytest.mark.parametrize(("fault", "reason"), [("kill:1:15", "died or lost"), ("stop:1:15", "has stalled")])
+def test_faults_over_the_ordered_transport_are_noticed_at_once(tmp_path: Path, fault: str, reason: str) -> None:
     toy = replace(SMALL, lanes=3, steps=200, jitter=0.002, carrier="ordered", fault=fault, stall=4.0)
     outcome = run_ranks(3, tmp_path, {"run": toy})
-    assert [outcome.codes[0], outcome.codes[2]] == [EXIT_CODE] * 2, (outcome.errors, outcome.failures)
-    assert outcome.codes[1] == (1 if fault.startswith("raise") else -9)
+    assert outcome.codes == [EXIT_CODE, -9, EXIT_CODE], (outcome.errors, outcome.failures)
     assert {rank for rank, _ in outcome.failures.values()} == {1}
-    reason = {"kill": "died or lost", "stop": "has stalled", "raise": "the picture is broken"}[fault[:4].rstrip(":")]
     assert any(reason in text for _, text in outcome.failures.values()), outcome.failures
     assert max(outcome.seconds) - min(outcome.seconds) < 15
 
@@ -117,9 +115,10 @@ def test_buffers_are_reused_only_when_given_back() -> None:
     assert {buffers.take(8000).data_ptr(), buffers.take(8000).data_ptr()} == {first.data_ptr(), second.data_ptr()}
 
 
-def test_a_parcels_buffer_is_held_until_the_last_peer_has_it() -> None:
-    copies = HostCopies(torch.device("cpu"))
-    head, body = torch.arange(5, dtype=torch.int32), torch.arange(10, 17, dtype=torch.int32)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+def test_a_parcels_buffer_is_held_until_the_last_peer_has_it(device: str) -> None:
+    copies = HostCopies(torch.device(device))
+    head, body = torch.arange(5, dtype=torch.int32), torch.arange(10, 17, dtype=torch.int32, device=device)
     parcel = copies.to_host(head, body, receivers=2)
     words = parcel.ready()
     assert words.tolist() == [*range(5), *range(10, 17)]

@@ -9,6 +9,7 @@ from nerfstudio.utils.rich_utils import CONSOLE
 
 from odin_nerfstudio.glue import restart
 from odin_nerfstudio.glue.checkpoint import CheckpointError, find_checkpoint, read_checkpoint
+from odin_nerfstudio.glue.devices import check_backend
 from odin_nerfstudio.glue.launch import Place, broadcast_text, check_machines, divide_threads, use_own_worker
 from odin_nerfstudio.glue.scale_schedule import scale_schedule
 from odin_nerfstudio.glue.warm_up import warm_up_kernels
@@ -41,11 +42,7 @@ def prepare(config: OdinTrainerConfig) -> None:
     _refuse_unsupported(config)
     if machine.device_type == "cuda" and not torch.cuda.is_available():
         raise SystemExit("Error: --machine.device-type cuda, but torch finds no CUDA device; use cpu")
-    if machine.device_type == "cuda" and ranks_of(config) > 1:
-        raise SystemExit(
-            "Error: several CUDA devices are not supported yet: messages between ranks travel through gloo from CPU "
-            "memory. Use one CUDA device, or --machine.device-type cpu"
-        )
+    check_backend(options.backend, machine.device_type, local_ranks(config))
     if options.seed is None:
         options.seed = machine.seed
     _check_delays(options)

@@ -20,6 +20,7 @@ from nerfstudio.utils import comms
 from torch.distributed.rendezvous import rendezvous
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
+from odin_nerfstudio.glue.devices import rank_device
 from odin_nerfstudio.glue.meeting import store_of_attempt
 from odin_nerfstudio.runtime.faults import EXIT_CODE
 
@@ -90,7 +91,7 @@ def end_with_parent() -> None:
 
 
 def join_group(place: Place, device_type: str, init_method: str | None = None) -> None:
-    """Joins the job's process group: gloo for control and CPU tensors, NCCL for CUDA tensors.
+    """Joins the job's process group (gloo, also where ranks compute on CUDA: `devices.connect` adds what they need).
 
     init_method: the address at which ranks meet; None: that of torchrun.
 
@@ -99,14 +100,14 @@ def join_group(place: Place, device_type: str, init_method: str | None = None) -
         SystemExit: the machines run different numbers of ranks.
     """
     if device_type == "cuda":
-        torch.cuda.set_device(place.local_rank)
+        torch.cuda.set_device(rank_device(device_type, place.local_rank))
     try:
         store = None
         if init_method is None:
             shared, _, _ = next(rendezvous("env://", timeout=GROUP_TIMEOUT))
             store = store_of_attempt(shared, place.rank, place.ranks, GROUP_TIMEOUT)
         dist.init_process_group(
-            backend="cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
+            backend="gloo",
             init_method=init_method,
             store=store,
             world_size=place.ranks,
@@ -147,11 +148,6 @@ def distributed_worker(
     """Runs one rank; takes the place of nerfstudio's worker of the same signature, which insists on CUDA."""
     place = Place(machine_rank * num_devices_per_machine + local_rank, local_rank, world_size, num_devices_per_machine)
     divide_threads(num_devices_per_machine)
-    if device_type == "cuda" and num_devices_per_machine > torch.cuda.device_count():
-        raise SystemExit(
-            f"Error: --machine.num-devices {num_devices_per_machine}, but this machine has "
-            f"{torch.cuda.device_count()} CUDA devices"
-        )
     join_group(place, device_type, dist_url)
     run_rank(place, main_func, config)
 

@@ -20,6 +20,7 @@ from nerfstudio.viewer.viewer import Viewer
 from odin_nerfstudio.glue import job
 from odin_nerfstudio.glue.checkpoint import CheckpointError, find_checkpoint, read_checkpoint, write_checkpoint
 from odin_nerfstudio.glue.checks import InputError
+from odin_nerfstudio.glue.devices import connect, rank_device
 from odin_nerfstudio.glue.global_random import generator_states, restore_generators, seed_everything
 from odin_nerfstudio.glue.interrupts import InterruptRequests
 from odin_nerfstudio.glue.launch import Place
@@ -30,7 +31,6 @@ from odin_nerfstudio.glue.restart import is_restart, leave_note
 from odin_nerfstudio.glue.step_runner import StepRunner
 from odin_nerfstudio.glue.step_timer import StepTimer
 from odin_nerfstudio.runtime.faults import EXIT_CODE, FaultLimits, NonFiniteGradient, RankFailure
-from odin_nerfstudio.runtime.gloo import GlooTransport
 from odin_nerfstudio.runtime.transport import Activity, LocalTransport, Transport
 
 RESUME_KEY = "odin"
@@ -86,10 +86,17 @@ class OdinTrainer(Trainer):
         if self.rank != 0 and config.is_viewer_enabled():
             config.vis = "tensorboard"  # the writer itself keeps to rank 0
         super().__init__(config, local_rank, world_size)
-        limits = FaultLimits(stall=config.pipeline.odin.stall)
-        self.transport: Transport = GlooTransport(limits) if world_size > 1 else LocalTransport()
+        self.transport: Transport = LocalTransport()
+        how = ""
+        if world_size > 1:
+            options, device = config.pipeline.odin, rank_device(config.machine.device_type, local_rank)
+            self.device = str(device)
+            limits = FaultLimits(stall=options.stall)
+            self.transport, how = connect(options.backend, device, job.local_ranks(config), limits)
+            how = f", messages: {how} (--pipeline.odin.backend)"
         if self.rank == 0:
-            CONSOLE.log(f"Device: {self.device}, ranks: {world_size} (--machine.device-type, --machine.num-devices)")
+            ranks = f"ranks: {world_size} (--machine.device-type, --machine.num-devices)"
+            CONSOLE.log(f"Device: {self.device}, {ranks}{how}")
         self.timer = StepTimer()
         self.finished_step = -1
         self._saved_step = -1

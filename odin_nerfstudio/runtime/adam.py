@@ -25,6 +25,7 @@ from odin_nerfstudio.runtime.adam_core import (
     stock_rows,
     workspace_of,
 )
+from odin_nerfstudio.runtime.adam_device import step_on_device, steps_on_device
 
 logger = logging.getLogger(__name__)
 
@@ -184,6 +185,9 @@ class OdinAdam(torch.optim.Adam):
                 if p.grad is None:
                     continue
                 if plain and p.numel() > 0 and _fusable(p) and p.grad.layout == torch.strided and self._fused(p, group):
+                    fused.append((p, p.grad))
+                elif plain_options(group) and steps_on_device(p, self.state[p]):
+                    step_on_device(p, self.state[p], group)
                     fused.append((p, p.grad))
                 else:
                     left.append(p)

@@ -137,6 +137,7 @@ class Engine(Rank):
         for table in tables:
             for name in table.names:
                 table.adam_state(name)
+        self.transport.follow(plan, start_step)
         self.transport.report(start_step, Activity.TRAINING)
 
     @property

@@ -230,6 +230,12 @@ class Exchange:
         """All ranks' data on rank 0; None elsewhere."""
         return self._exchange_blobs(data, [0])
 
+    def gather_everywhere(self, data: bytes) -> list[bytes]:
+        """All ranks' data on every rank."""
+        parts = self._exchange_blobs(data, list(range(self._transport.world_size)))
+        assert parts is not None
+        return parts
+
     def _exchange_blobs(self, data: bytes, targets: list[int]) -> list[bytes] | None:
         self._round += 1
         me = self._transport.rank
@@ -250,10 +256,7 @@ class Exchange:
 
     def compare(self, digests: dict[str, int], step: int) -> None:
         """Raise RuntimeError unless all ranks have the same digests."""
-        everyone = list(range(self._transport.world_size))
-        parts = self._exchange_blobs(json.dumps(digests).encode(), everyone)
-        assert parts is not None
-        for rank, part in enumerate(parts):
+        for rank, part in enumerate(self.gather_everywhere(json.dumps(digests).encode())):
             theirs = json.loads(part)
             different = sorted(k for k in digests.keys() | theirs.keys() if digests.get(k) != theirs.get(k))
             if different:

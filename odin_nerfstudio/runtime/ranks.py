@@ -59,6 +59,10 @@ class Rank:
         """All ranks' data on rank 0, None elsewhere; collective, at a drain."""
         return self._exchange.gather(data)
 
+    def exchange(self, data: bytes) -> list[bytes]:
+        """All ranks' data on every rank; collective, before the first step or at a drain."""
+        return self._exchange.gather_everywhere(data)
+
     def close(self) -> None:
         """Leave in good order; returns when every rank has called it."""
         self.transport.close()

@@ -40,15 +40,28 @@ def share_for(message: Contribution, owner: int, world_size: int) -> Contributio
 
 def sum_in_order(parts: Sequence[Part]) -> Part:
     """Sums of rows by id, added in the order of the parts: ids ascending [n] int32, rows [n, C] float32."""
-    ids = [p.cpu().numpy() for p, _ in parts]
+    if parts and not rows.on_cpu(parts[0][0]):
+        return sum_in_order_torch(parts)
+    ids = [p.numpy() for p, _ in parts]
     union = np.unique(np.concatenate(ids)) if ids else np.empty(0, np.int32)
     width = parts[0][1].shape[1] if parts else 0
     total = np.zeros((union.shape[0], width), np.float32)
     for each, (_, values) in zip(ids, parts):
         if each.shape[0]:
             at = np.searchsorted(union, each).astype(np.int32)
-            row_kernels.scatter_add(total, at, np.ascontiguousarray(values.cpu().numpy()), 0, width)
+            row_kernels.scatter_add(total, at, np.ascontiguousarray(values.numpy()), 0, width)
     return torch.from_numpy(union.astype(np.int32)), torch.from_numpy(total)
+
+
+def sum_in_order_torch(parts: Sequence[Part]) -> Part:
+    """`sum_in_order` in torch's operations, for any device; at least one part. No atomics: ids of a part are unique."""
+    union = torch.unique(torch.cat([ids for ids, _ in parts]))
+    first = parts[0][1]
+    total = torch.zeros((union.shape[0], first.shape[1]), dtype=first.dtype, device=first.device)
+    for ids, values in parts:
+        at = torch.searchsorted(union, ids)
+        total[at] = total[at] + values
+    return union, total
 
 
 class OwnerReducer:

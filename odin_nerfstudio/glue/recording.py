@@ -41,9 +41,14 @@ def finish_recording(
 
 
 def write_recording(
-    recording: Recording, engine: Engine, datamanager: OdinDataManager, seed: int, path: Path
+    recording: Recording,
+    engine: Engine,
+    datamanager: OdinDataManager,
+    seed: int,
+    path: Path,
+    block: int | None = None,
 ) -> Recording:
-    """Adds the co-visibility graph, compresses the sets and writes the file."""
+    """Adds the co-visibility graph, compresses the sets (see `compress`) and writes the file."""
     tracks = training_tracks(datamanager, seed)
     rlg = relative_locality_graph(tracks)
     recording.views = rlg.views
@@ -55,7 +60,7 @@ def write_recording(
     scene = Path(str(datamanager.config.dataparser.data)).resolve().name
     recording.text |= {"source": rlg.source, "scene": scene}
     means = engine.tables[0].parameters["means"].detach().cpu().numpy().astype(np.float64)
-    recording = compress(recording, means)
+    recording = compress(recording, means, block)
     save_recording(recording, path)
     CONSOLE.log(
         f"Recording: {path} ({len(recording.sets)} of {recording.views} views, {path.stat().st_size / 1e6:.1f} MB; "

@@ -72,6 +72,16 @@ class Setup:
         """Views per step."""
         return self.ranks if self.views_per_step is None else self.views_per_step
 
+    def assumptions(self) -> tuple[str, ...]:
+        """What the job rests on, one phrase each."""
+        skew = f"a further lognormal skew of {self.skew:g} per task" if self.skew else "no skew beside the recorded"
+        return (
+            f"links: {self.link.describe()}, messages to different devices share them, and sending costs no computing",
+            f"compute times have {skew}",
+            f"throughput mode knows every view's evidence and admits reads up to {self.limits.max_delay} steps late, "
+            f"overlap {self.limits.max_overlap:g}, impact {self.limits.max_impact:g} per row",
+        )
+
     def steps(self, views: int) -> int:
         """Steps to simulate."""
         return max(self.least_steps, math.ceil(self.epochs * views / self.lanes))

@@ -17,6 +17,7 @@ itself, such as processors that run faster while others are idle.
 from __future__ import annotations
 
 import json
+from array import array
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ import numpy as np
 
 from odin_nerfstudio.runtime.telemetry import Telemetry, Timeline
 
-_STEP, _LANE, _BEFORE, _AFTER, _PUBLICATION, _WAIT, _END = range(len(Timeline.TASK_COLUMNS))
+_STEP, _LANE, _BEFORE, _AFTER, _PUBLICATION, _WAIT, _PAUSED, _END = range(len(Timeline.TASK_COLUMNS))
 
 
 @dataclass(frozen=True)
@@ -80,16 +81,24 @@ class BarrierEstimate:
         )
 
 
-def pack_timeline(telemetry: Telemetry) -> bytes:
-    """A rank's tasks and arrivals as bytes, for `Engine.gather`."""
+def pack_timeline(telemetry: Telemetry, latest: int | None = None) -> bytes:
+    """A rank's tasks and arrivals as bytes. latest: only of so many steps. Any thread may call it."""
     timeline = telemetry.timeline
-    head = {
-        "rank": telemetry.rank,
-        "epoch": telemetry.epoch,
-        "paused": timeline.paused,
-        "tasks": len(timeline.tasks),
-    }
-    return json.dumps(head).encode() + b"\n" + timeline.tasks.tobytes() + timeline.arrivals.tobytes()
+    if latest is None:
+        tasks, arrivals = timeline.tasks[:], timeline.arrivals[:]
+    else:
+        tasks = _since(timeline.tasks, len(Timeline.TASK_COLUMNS), telemetry.doing.step - latest)
+        arrivals = _since(timeline.arrivals, len(Timeline.ARRIVAL_COLUMNS), telemetry.doing.step - latest)
+    head = {"rank": telemetry.rank, "epoch": telemetry.epoch, "tasks": len(tasks)}
+    return json.dumps(head).encode() + b"\n" + tasks.tobytes() + arrivals.tobytes()
+
+
+def _since(values: array[float], width: int, step: int) -> array[float]:
+    """The rows from a step on; the first column is the step, nearly in order."""
+    at = len(values)
+    while at >= width and values[at - width] >= step:
+        at -= width
+    return values[at:]
 
 
 @dataclass(eq=False)
@@ -98,7 +107,6 @@ class _Rank:
     """[n, 7]: `Timeline.TASK_COLUMNS`, the end as wall clock."""
     arrivals: dict[tuple[int, int], float]
     """(step, lane): arrival (wall clock)."""
-    paused: float
     sums: dict[int, float] = field(default_factory=dict)
     """Step: arrival of the last sum of an owner."""
 
@@ -110,7 +118,7 @@ def _unpack(part: bytes) -> _Rank:
     tasks = numbers[: head["tasks"]].reshape(-1, len(Timeline.TASK_COLUMNS))
     arrivals = numbers[head["tasks"] :].reshape(-1, len(Timeline.ARRIVAL_COLUMNS))
     tasks[:, _END] += head["epoch"]
-    rank = _Rank(tasks, {}, head["paused"])
+    rank = _Rank(tasks, {})
     for step, lane, time in arrivals:
         if lane >= 0:
             rank.arrivals[int(step), int(lane)] = time + head["epoch"]
@@ -205,7 +213,7 @@ class _Replay:
         for step in range(first, last + 1):
             following = [0.0] * count
             for r in range(count):
-                for k, (_, lane, before, after, publication, _, _) in enumerate(self.by_step[r].get(step, ())):
+                for k, (_, lane, before, after, publication, *_) in enumerate(self.by_step[r].get(step, ())):
                     at[r] += before
                     if k == 0:
                         wait += max(0.0, complete[r] - at[r])
@@ -229,7 +237,7 @@ class _Replay:
             ranks=count,
             steps=last - first + 1,
             tasks=sum(len(r.tasks) for r in ranks),
-            measured=finish - begin - max(r.paused for r in ranks),
+            measured=finish - begin - max(float(r.tasks[1:, _PAUSED].sum()) for r in ranks),
             barrier=end - begin,
             wait=sum(float(r.tasks[1:, _WAIT].sum()) for r in ranks) / count,
             barrier_wait=wait / count,

@@ -191,21 +191,21 @@ class Engine(Rank):
             self.frontier.track,
             self.lookahead,
         )
-        while not (decision := self.policy.decide(gate)).open:
         reads, inside, met = now(), timeline.inside(), False
+        while not (decision := self.policy.decide(gate)).open:
             if self.policy.partial:
                 self.frontier.publish_some(task.step)
-            self._await(task.step, decision)
             if not met and decision.rows:
                 met = True
                 record.conflicts += 1
                 record.conflict_rows += decision.rows
+            self._await(task.step, decision)
             self.frontier.publish_ready(task.step)
         if self.policy.partial and self.frontier.low < task.step:
             self.frontier.publish_some(task.step)
-        if self.policy.partial:
         opened = now()
         timeline.spend("gating", opened - reads - (timeline.inside() - inside))
+        if self.policy.partial:
             for k, (table, read) in enumerate(zip(self.tables, ids)):
                 hazards.check_read(table, read, task.step, 0 if k else self.policy.max_delay)
             if self.policy.max_delay:
@@ -226,9 +226,9 @@ class Engine(Rank):
         record.candidate_rows += int(ids[0].shape[0])
         record.tasks += 1
         shadow.started = end
-        return shadow
         timeline.spend("after", end - opened)
         self.telemetry.enter("computing", task.step)
+        return shadow
 
     def _read_ids(self, table: RowTable, task: Task) -> Tensor:
         """Rows that a task of this rank can read; it is this very copy that it reads, by then perhaps newer."""
@@ -252,14 +252,14 @@ class Engine(Rank):
         begin = now()
         record, timeline = self.telemetry.record(task.step), self.telemetry.timeline
         record.compute += begin - shadow.started
-        facts: dict[str, int | float] = {"step": task.step, "lane_number": task.lane, "view": task.view}
         self.telemetry.enter("updating", task.step)
+        facts: dict[str, int | float] = {"step": task.step, "lane_number": task.lane, "view": task.view}
         if (late := shadow.delayed) is not None:
             facts |= {"delayed_rows": late.rows, "delay": late.delay, "delayed_mass": late.mass}
         self.telemetry.span("task", shadow.started, begin, "main", **facts)
         first = self._read_next(task.step)
-        message = contributions.collect(task, shadow, self.tables, first, info, self.options.debug)
         foreseen = now()
+        message = contributions.collect(task, shadow, self.tables, first, info, self.options.debug)
         sent = self._exchange.contribute(message, self.frontier.reduced)
         record.sent += sent
         if self.recorder is not None:
@@ -272,10 +272,10 @@ class Engine(Rank):
         self._done.add((task.step, task.lane))
         end = now()
         record.contribute += end - begin
-        self.telemetry.span("contribute", begin, end, step=task.step)
         timeline.spend("gating", foreseen - begin)
         timeline.spend("after", end - foreseen + begin - shadow.started)
         timeline.task(task.step, task.lane, end)
+        self.telemetry.span("contribute", begin, end, step=task.step)
 
     def _read_next(self, step: int) -> Sequence[Tensor] | None:
         """Per table the rows that other ranks' tasks of the next step may read, to be sent first; None: send all at
@@ -389,7 +389,8 @@ class Engine(Rank):
     def _await(self, step: int, decision: Decision) -> None:
         """Block until a message arrives, and count the wait."""
         begin, awaited = now(), tuple((a.step, a.lane) for a in decision.awaited)
+        doing = self.telemetry.doing
         self.telemetry.enter("waiting", step, decision.hazard or BARRIER, awaited)
         peer = self._exchange.wait(step, decision)
         self.telemetry.waited(step, decision.hazard or BARRIER, peer, begin, now())
-        self.telemetry.enter("updating", step)
+        self.telemetry.doing = doing

@@ -14,7 +14,9 @@ from odin_nerfstudio.runtime.faults import RankFailure
 from odin_nerfstudio.runtime.gate import BARRIER, Decision
 from odin_nerfstudio.runtime.messages import FRAME_WORDS, Contribution
 from odin_nerfstudio.runtime.reduction import OwnerReducer, share_for
+from odin_nerfstudio.runtime.status import StatusBoard
 from odin_nerfstudio.runtime.telemetry import now
+from odin_nerfstudio.runtime.trace import network_spans
 from odin_nerfstudio.runtime.transport import Kind, Received, bytes_message, empty_message, message_bytes
 
 if TYPE_CHECKING:
@@ -44,8 +46,16 @@ class Exchange:
             lambda step: sum(plan.view(step, lane) >= 0 for lane in lanes),
             self._send_sums,
         )
-        if self._peers and engine.options.reduce != "never":
+        self.board = StatusBoard(
+            engine.telemetry,
+            self._peers,
+            lambda peers, data: self._transport.send(peers, Kind.STATUS, bytes_message(data)),
+            plan.rank,
+        )
+        if self._peers:
             self._transport.tap = self._tap
+            if engine.options.trace:
+                self._transport.observer = network_spans(engine.telemetry)
 
     # -- contributions
 
@@ -65,8 +75,10 @@ class Exchange:
         return sent
 
     def _tap(self, received: Received) -> None:
-        """In a thread of the transport: sum a step's rows as soon as the last of them is here."""
-        if received.kind == Kind.SHARE:
+        """In a thread of the transport: sum a step's rows as soon as the last of them is here; answer questions."""
+        if received.kind == Kind.STATUS:
+            self.board.take(received)
+        elif received.kind == Kind.SHARE:
             self.reducer.add(messages.decode(received.words, received.body))
 
     def _send_sums(self, sums: Contribution) -> None:
@@ -117,6 +129,8 @@ class Exchange:
                 received = self._transport.receive(_PATIENCE)
             except RankFailure as failure:
                 raise failure.at(step, self._words(decision)) from None
+            if received is not None and received.kind == Kind.STATUS:
+                continue  # dealt with by the tap; nothing that a gate could wait for
             if received is not None:
                 self._take(received)
                 self.poll()
@@ -155,7 +169,7 @@ class Exchange:
         elif received.kind == Kind.BLOB:
             data = message_bytes(received.words)
             self._blobs[(received.peer, int.from_bytes(data[:8], "little"))] = data[8:]
-        else:
+        elif received.kind != Kind.STATUS:
             raise RuntimeError(f"rank {received.peer} sent an unexpected message of kind {received.kind.name}")
 
     def _take_contribution(self, received: Received) -> None:

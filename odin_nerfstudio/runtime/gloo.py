@@ -33,6 +33,7 @@ from odin_nerfstudio.runtime.transport import (
     Activity,
     Inbox,
     Kind,
+    Observer,
     PeerReport,
     Received,
     bytes_message,
@@ -89,6 +90,7 @@ class GlooTransport:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.bytes_sent = self.bytes_received = 0
         self.tap: Callable[[Received], None] | None = None
+        self.observer: Observer | None = None
         self.apart = device is not None
         self._copies = None if device is None else HostCopies(device)
         self.inbox = Inbox()
@@ -207,9 +209,12 @@ class GlooTransport:
                         frame(parcel.words, Kind.HEARTBEAT, self._step, self._activity)
                     peer.sending = True
                 words = parcel.ready()
+                begin = time.monotonic()
                 for at in range(0, words.shape[0], FRAME):
                     dist.send(words[at : at + FRAME], peer.rank, group=self._group)
                 self.bytes_sent += 4 * words.shape[0]
+                if self.observer is not None:
+                    self.observer("send", peer.rank, words, begin, time.monotonic())
                 last = int(words[1]) == Kind.BYE
                 parcel.sent()
                 with peer.ready:
@@ -227,13 +232,14 @@ class GlooTransport:
             self._posted.extend(zip(frames, requests))
             message: Tensor | None = None
             got = turn = 0
+            opened = 0.0
             while True:
                 requests[turn].wait()  # type: ignore[union-attr]
                 arrived = time.monotonic()
                 peer.heard = arrived
                 words = frames[turn]
                 if message is None:
-                    message, got = self._open(peer, words), 0
+                    message, got, opened = self._open(peer, words), 0, arrived
                 size = min(FRAME, message.shape[0] - got)
                 message[got : got + size] = words[:size]
                 got += size
@@ -242,6 +248,8 @@ class GlooTransport:
                 if got == message.shape[0]:
                     done, message = message, None
                     self.bytes_received += 4 * done.shape[0]
+                    if self.observer is not None:
+                        self.observer("receive", peer.rank, done, opened, arrived)
                     if self._handle(peer, done, arrived):
                         return
         except (RuntimeError, ValueError) as error:

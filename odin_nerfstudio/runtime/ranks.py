@@ -39,10 +39,12 @@ class Rank:
         """Let peers wait without limit meanwhile: evaluation, checkpoints, a pause."""
         self.transport.report(self.frontier.current, activity)
         begin, timeline = now(), self.telemetry.timeline
-        inside = timeline.inside()
+        inside, doing = timeline.inside(), self.telemetry.doing
+        self.telemetry.enter("paused" if activity == Activity.PAUSED else "busy", self.frontier.current)
         try:
             yield
         finally:
+            self.telemetry.doing = doing
             spent = now() - begin - (timeline.inside() - inside)
             timeline.spend("paused" if activity == Activity.PAUSED else "after", spent)
             self.transport.report(self.frontier.current, Activity.TRAINING)

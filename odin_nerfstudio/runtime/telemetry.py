@@ -39,7 +39,7 @@ class Doing:
     """What a rank is doing; replaced as a whole, so that any thread may read it."""
 
     what: str
-    """``computing``, ``waiting`` or ``updating`` (everything else between two tasks)."""
+    """``computing``, ``waiting``, ``paused``, ``busy`` (evaluating, saving) or ``updating`` (the rest)."""
     step: int
     since: float
     """Monotonic clock, seconds."""
@@ -55,7 +55,7 @@ class Timeline:
     not (``after``) and its publication; time that only finer gates cost (``gating``) and pauses are left out.
     """
 
-    TASK_COLUMNS = ("step", "lane", "before", "after", "publication", "wait", "end")
+    TASK_COLUMNS = ("step", "lane", "before", "after", "publication", "wait", "paused", "end")
     ARRIVAL_COLUMNS = ("step", "lane", "time")
     LIMIT = 100_000
     """Tasks that are kept; of longer runs, the latest."""
@@ -65,7 +65,6 @@ class Timeline:
         """Per task: `TASK_COLUMNS`; the last is the end of its contribution (monotonic)."""
         self.arrivals = array("d")
         """Per contribution of a peer: `ARRIVAL_COLUMNS`; the last is the arrival of its last part (monotonic)."""
-        self.paused = 0.0
         self._mark: float | None = None
         self._spent: dict[str, float] = dict.fromkeys(("after", "gating", "paused", "publish", "wait"), 0.0)
         self._whole: deque[float] = deque(maxlen=9)
@@ -93,8 +92,8 @@ class Timeline:
         assert mark is not None
         before = end - mark - sum(spent.values())
         publish = sorted(self._whole)[len(self._whole) // 2] if self._whole else spent["publish"]
-        self.tasks.extend((step, lane, max(0.0, before), spent["after"], publish, spent["wait"], end))
-        self.paused += spent["paused"]
+        wait, paused = spent["wait"], spent["paused"]
+        self.tasks.extend((step, lane, max(0.0, before), spent["after"], publish, wait, paused, end))
         self._mark = end
         for what in spent:
             spent[what] = 0.0

@@ -1,7 +1,8 @@
-"""A run as a Chrome/Perfetto trace: one process per rank, one row for its main thread and one for its network threads.
+"""A run as a Chrome/Perfetto trace: a process per rank, with a row for its main thread and one per link and direction.
 
-Open the file in https://ui.perfetto.dev or chrome://tracing. Ranks on one machine share a clock; between machines, rows
-are as well aligned as the machines' wall clocks.
+Arrows lead from where a message leaves to where it arrives. Open the file in https://ui.perfetto.dev or
+chrome://tracing. Ranks on one machine share a clock; between machines, rows are as well aligned as the machines'
+wall clocks.
 """
 
 from __future__ import annotations
@@ -9,10 +10,33 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from torch import Tensor
+
+from odin_nerfstudio.runtime.messages import FIRST, FRAME_WORDS, REST
 from odin_nerfstudio.runtime.telemetry import Telemetry
+from odin_nerfstudio.runtime.transport import Kind, Observer
 
-_ROWS = {"main": 0, "network": 1}
+_SHORTEST = 50e-6
+"""Arrivals are drawn at least this long, to be seen. [s]"""
+
+
+def network_spans(telemetry: Telemetry) -> Observer:
+    """Notes every message that carries rows as a span; for `Transport.observer`."""
+
+    def observe(what: str, peer: int, words: Tensor, begin: float, end: float) -> None:
+        kind = Kind(int(words[1]))
+        if kind not in (Kind.CONTRIBUTION, Kind.SHARE, Kind.SUMS):
+            return
+        step, lane, parts = words[FRAME_WORDS : FRAME_WORDS + 3].tolist()
+        part = {FIRST: "first", REST: "rest"}.get(parts, "whole") if kind == Kind.CONTRIBUTION else kind.name.lower()
+        row = f"to rank {peer}" if what == "send" else f"from rank {peer}"
+        name = {"first": "rows read next", "rest": "other rows", "whole": "rows"}.get(part, part)
+        size = 4 * words.shape[0]
+        telemetry.span(name, begin, end, row, bytes=size, peer=peer, step=step, lane_number=lane, part=part)
+
+    return observe
 
 
 def pack_spans(telemetry: Telemetry) -> bytes:
@@ -35,22 +59,35 @@ def write_chrome_trace(path: Path, parts: Sequence[bytes]) -> None:
     for rank in ranks:
         pid = rank["rank"]
         events.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": f"rank {pid}"}})
-        for name, tid in _ROWS.items():
-            events.append({"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}})
+        rows = ["main", *sorted({span[1] for span in rank["spans"]} - {"main"}, reverse=True)]
+        for tid, row in enumerate(rows):
+            events.append({"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": row}})
+            events.append({"name": "thread_sort_index", "ph": "M", "pid": pid, "tid": tid, "args": {"sort_index": tid}})
         for name, row, start, length, args in rank["spans"]:
-            events.append(
-                {
-                    "name": f"wait: {args['hazard']}" if name == "wait" else name,
-                    "cat": name,
-                    "ph": "X",
-                    "pid": pid,
-                    "tid": _ROWS[row],
-                    "ts": (start - origin) * 1e6,
-                    "dur": length * 1e6,
-                    "args": args,
-                }
-            )
+            wire = row != "main"
+            event = {
+                "name": f"wait: {args['hazard']}" if name == "wait" else name,
+                "cat": "network" if wire else name,
+                "ph": "X",
+                "pid": pid,
+                "tid": rows.index(row),
+                "ts": (start - origin) * 1e6,
+                "dur": max(length, _SHORTEST if wire else 0.0) * 1e6,
+                "args": args,
+            }
+            events.append(event)
+            if wire:
+                events.append(_arrow(event, row.startswith("to ")))
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def _arrow(event: dict[str, Any], leaves: bool) -> dict[str, object]:
+    """The end of an arrow between a message's leaving and its arrival."""
+    args, rank = event["args"], event["pid"]
+    sender, receiver = (rank, args["peer"]) if leaves else (args["peer"], rank)
+    name = f"{sender}-{receiver}-{args['step']}-{args['lane_number']}-{args['part']}"
+    common = {"name": "message", "cat": "network", "id": name, "pid": rank, "tid": event["tid"], "ts": event["ts"]}
+    return {**common, "ph": "s"} if leaves else {**common, "ph": "f", "bp": "e"}
 
 
 def summary_table(totals: Sequence[dict[str, float]]) -> str:

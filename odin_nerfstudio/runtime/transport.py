@@ -39,6 +39,8 @@ class Kind(IntEnum):
     BLOB = 7
     SHARE = 8
     SUMS = 9
+    STATUS = 10
+    """Questions of who watches the run, and answers; see `status`."""
 
 
 class Activity(IntEnum):
@@ -69,6 +71,11 @@ class Received:
         return self.words.shape[0] + (0 if self.body is None else self.body.shape[0])
 
 
+Observer = Callable[[str, int, Tensor, float, float], None]
+"""Gets ``send`` or ``receive``, the peer, the words, and when it began and ended (monotonic); called in a thread of the
+transport."""
+
+
 @dataclass(frozen=True)
 class PeerReport:
     """What a rank knows of a peer."""
@@ -96,6 +103,8 @@ class Transport(Protocol):
     """Messages with rows are wanted as head and body (`messages.encode_apart`)."""
     tap: Callable[[Received], None] | None
     """Called with every message as soon as it has arrived, in a thread of the transport."""
+    observer: Observer | None
+    """Told of every message that has left or arrived, for a trace."""
 
     def follow(self, plan: TaskPlan, start_step: int) -> None:
         """Say which tasks there will be, before the first message with a body."""
@@ -177,6 +186,7 @@ class LocalTransport:
         self.apart = False
         self.bytes_sent = self.bytes_received = 0
         self.tap: Callable[[Received], None] | None = None
+        self.observer: Observer | None = None
 
     def follow(self, plan: TaskPlan, start_step: int) -> None:
         pass

@@ -1,0 +1,233 @@
+"""The rasterizer as two stages that may run on different ranks: primitives to splats, splats to an image.
+
+A splat travels in `SPLAT_COLUMNS` float32 values: its mean in pixels (2), the shape of its ellipse (3), its opacity
+(after compensation, if antialiased), its colour (3), its depth and its radius in pixels. Its gradient comes back in
+`GRADIENT_COLUMNS` values: of the mean (2), of the 2D covariance (3), of the opacity, and of the colours and the depth
+(4). Both stages together give the bits of one call of `rasterization`, images and gradients, also where the primitives
+were split over several projections whose splats are merged in the order of the rows; only the gradient of the camera,
+which is a sum over primitives, then is rounded otherwise.
+
+CPU only so far; on CUDA, gsplat's projection and pixel kernels are the same two stages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+SPLAT_COLUMNS = 11
+GRADIENT_COLUMNS = 10
+
+
+@dataclass(frozen=True)
+class StageView:
+    """What both stages must know of a view."""
+
+    viewmat: Tensor
+    """World to camera. [4, 4] float32 on the CPU."""
+    K: Tensor
+    """Intrinsics in pixels. [3, 3] float32 on the CPU."""
+    width: int
+    height: int
+    near: float = 0.01
+    far: float = 1e10
+    radius_clip: float = 0.0
+    eps2d: float = 0.3
+    with_depth: bool = False
+    """Depths are rendered, too, as a fourth channel."""
+    antialiased: bool = False
+    """Opacities are compensated for eps2d."""
+
+
+def _settings(view: StageView, sh_degree: int | None) -> Any:
+    from odin_nerfstudio.rendering.cpu.records import Settings
+
+    return Settings(
+        width=view.width,
+        height=view.height,
+        sh_degree=-1 if sh_degree is None else sh_degree,
+        color_channels=3,
+        depth_channel=3 if view.with_depth else -1,
+        antialiased=view.antialiased,
+    )
+
+
+def _call(view: StageView, sh_degree: int | None) -> Any:
+    from odin_nerfstudio.rendering.cpu import autograd
+    from odin_nerfstudio.rendering.cpu.projection import camera_record
+
+    matrix, intrinsics = view.viewmat.detach().numpy(), view.K.detach().numpy()
+    planes = (view.eps2d, view.near, view.far, view.radius_clip)
+    camera = camera_record(matrix, intrinsics, view.width, view.height, *planes)
+    return autograd._Call(_settings(view, sh_degree), [camera], per_camera_colors=False)
+
+
+@dataclass(eq=False)
+class Projection:
+    """The visible splats of some primitives in one view, and the way back to the primitives."""
+
+    rows: Tensor
+    """Rows of the primitives that are visible, ascending. [V] int64."""
+    splats: Tensor
+    """What the other stage needs. [V, SPLAT_COLUMNS] float32, without gradient."""
+    radii: Tensor
+    """Their radii in pixels. [V] int32."""
+    _means2d: Tensor
+    _packed: Tensor
+
+    def backward(self, rows: Tensor, gradients: Tensor) -> None:
+        """Add to the gradients of the leaves behind the projection; once.
+
+        Args:
+            rows: Which of the visible splats have a gradient. [m] int64.
+            gradients: What `Splats.gradients` has for them. [m, GRADIENT_COLUMNS] float32.
+        """
+        from odin_nerfstudio.rendering.cpu.layout import S_COLOUR, S_OPACITY
+
+        packed = torch.zeros_like(self._packed)
+        packed[rows, : S_OPACITY + 1] = gradients[:, : S_OPACITY + 1]
+        packed[rows, S_COLOUR : S_COLOUR + 4] = gradients[:, S_OPACITY + 1 :]
+        means2d = torch.zeros_like(self._means2d)
+        means2d[0, self.rows[rows]] = gradients[:, :2]
+        torch.autograd.backward([self._means2d, self._packed], [means2d, packed])
+
+
+def project(
+    means: Tensor,
+    quats: Tensor,
+    scales: Tensor,
+    opacities: Tensor,
+    colors: Tensor,
+    sh_degree: int | None,
+    view: StageView,
+    viewmat: Tensor | None = None,
+) -> Projection:
+    """The first stage: project primitives into a view. Arguments as `rasterization`'s.
+
+    Args:
+        means: [N, 3]. quats: [N, 4]. scales: [N, 3]. opacities: [N]. All float32 on the CPU.
+        colors: [N, 3] final values, or [N, K, 3] coefficients of spherical harmonics where `sh_degree` is given.
+        viewmat: The view's matrix [4, 4] as part of the graph, where its gradient is wanted.
+
+    Raises:
+        ValueError: An argument has another shape, type or device.
+    """
+    from odin_nerfstudio.rendering.cpu.arguments import check
+    from odin_nerfstudio.rendering.cpu.autograd import _Project
+    from odin_nerfstudio.rendering.cpu.layout import S_COLOUR, S_OPACITY, S_RADIUS
+    from odin_nerfstudio.rendering.cpu.warm import warm_up
+
+    matrices = (view.viewmat if viewmat is None else viewmat)[None]
+    check(
+        means, quats, scales, opacities, colors, matrices, view.K[None], view.width, view.height, view.near, view.far,
+        view.radius_clip, view.eps2d, sh_degree, False, 16, None, "RGB+D" if view.with_depth else "RGB", False,
+        "antialiased" if view.antialiased else "classic", False, "pinhole", None,
+    )  # fmt: skip
+    if colors.shape[-1] != 3:
+        raise ValueError(f"colors: splats travel with 3 channels, got {colors.shape[-1]}")
+    warm_up()
+    call = _call(view, sh_degree)
+    with torch.enable_grad():
+        means2d, packed, radii, depths, _, _ = _Project.apply(  # type: ignore[misc]
+            call, means, quats, scales, opacities, colors, matrices
+        )
+    rows = torch.from_numpy(call.projected[0].rows)
+    given = packed.detach()
+    splats = torch.empty((rows.shape[0], SPLAT_COLUMNS))
+    splats[:, : S_OPACITY + 1] = given[:, : S_OPACITY + 1]
+    splats[:, S_OPACITY + 1 : S_OPACITY + 4] = given[:, S_COLOUR : S_COLOUR + 3]
+    splats[:, -2] = depths.detach()[0, rows]
+    splats[:, -1] = given[:, S_RADIUS]
+    return Projection(rows, splats, radii[0, rows], means2d, packed)
+
+
+class Splats:
+    """The splats of a view as leaves of the second stage's graph."""
+
+    def __init__(self, splats: Tensor, view: StageView) -> None:
+        """
+        Args:
+            splats: Projected splats, in the order of their primitives' rows. [V, SPLAT_COLUMNS] float32 on the CPU.
+
+        Raises:
+            ValueError: Another shape or dtype.
+        """
+        if splats.dim() != 2 or splats.shape[1] != SPLAT_COLUMNS or splats.dtype != torch.float32:
+            raise ValueError(f"splats: {splats.dtype} {tuple(splats.shape)}, expected float32 [V, {SPLAT_COLUMNS}]")
+        from odin_nerfstudio.rendering.cpu.layout import SPLAT
+        from odin_nerfstudio.rendering.cpu.records import Projected
+        from odin_nerfstudio.rendering.cpu.warm import warm_up
+        from odin_nerfstudio.rendering.cpu.wire import restore
+
+        warm_up()
+        self.view = view
+        self._call = _call(view, None)
+        count = splats.shape[0]
+        records = np.empty((count, SPLAT), np.float32)
+        radii, bound = np.empty(count, np.int32), np.empty(count, np.int32)
+        means2d, depths = np.empty((count, 2), np.float32), np.empty(count, np.float32)
+        depth_channel = self._call.settings.depth_channel
+        source = splats.detach().contiguous().numpy()
+        restore(source, depth_channel, view.width, view.height, records, radii, means2d, depths, bound)
+        nothing = np.empty((0, 3), np.float32)
+        rows = np.arange(count, dtype=np.int64)
+        self._call.projected = [
+            Projected(radii, means2d, depths, nothing, nothing, rows=rows, splats=records, tile_bound=bound)
+        ]
+        self._call.starts = [0, count]
+        self.radii = torch.from_numpy(radii)
+        """Radii in pixels. [V] int32."""
+        self.means2d = torch.from_numpy(means2d)[None].requires_grad_()
+        """Means in pixels, a leaf. [1, V, 2]; after backward it has ``grad`` and, with absgrad, ``absgrad``."""
+        self._packed = torch.from_numpy(records).requires_grad_()
+
+    @property
+    def count(self) -> int:
+        """Splats, V."""
+        return self.radii.shape[0]
+
+    def rasterize(
+        self, background: Tensor | None = None, absgrad: bool = False, expected_depth: bool = False
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """The second stage: blend the splats into an image.
+
+        Args:
+            background: [3], differentiable; None for black.
+            absgrad: Also sum absolute gradients of the projected means.
+            expected_depth: Divide the depth by the opacity ("RGB+ED"); else it is accumulated.
+
+        Returns:
+            Image [1, H, W, 3 or 4], opacities [1, H, W, 1], and the part of gsplat's ``meta`` that strategies read.
+        """
+        from odin_nerfstudio.rendering.cpu.autograd import _Blend
+
+        backgrounds = None if background is None else background[None]
+        self._call.tiles = []
+        image, alphas = _Blend.apply(self._call, absgrad, self.means2d, self._packed, backgrounds)  # type: ignore[misc]
+        if expected_depth and self.view.with_depth:
+            image = torch.cat([image[..., :-1], image[..., -1:] / alphas.clamp(min=1e-10)], dim=-1)
+        info = {
+            "radii": self.radii[None],
+            "means2d": self.means2d,
+            "width": self.view.width,
+            "height": self.view.height,
+            "n_cameras": 1,
+            "gaussian_ids": None,
+        }
+        return image, alphas, info
+
+    def gradients(self) -> Tensor:
+        """What the backward pass left, for `Projection.backward`. [V, GRADIENT_COLUMNS] float32."""
+        from odin_nerfstudio.rendering.cpu.layout import S_COLOUR, S_OPACITY
+
+        out = torch.zeros((self.count, GRADIENT_COLUMNS))
+        if self._packed.grad is not None:
+            out[:, : S_OPACITY + 1] = self._packed.grad[:, : S_OPACITY + 1]
+            out[:, S_OPACITY + 1 :] = self._packed.grad[:, S_COLOUR : S_COLOUR + 4]
+        if self.means2d.grad is not None:
+            out[:, :2] = self.means2d.grad[0]
+        return out

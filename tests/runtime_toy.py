@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from gsplat.strategy import DefaultStrategy
+from read_checker import ReadChecker
 from torch import Tensor
 
 from odin_nerfstudio.runtime.channels import GlooChannel
@@ -65,6 +66,10 @@ class Toy:
     max_delay: int = 2
     max_overlap: float = 0.3
     max_impact: float = 0.05
+    slow: tuple[int, float] = (-1, 0.0)
+    """A rank and the mean of the random pause before each of its tasks. [s]"""
+    check: bool = False
+    """Watch every read (`read_checker`)."""
     debug: bool = True
     wide: int = 0
     """Spare columns per primitive, to make messages large."""
@@ -261,6 +266,8 @@ def make_engine(toy: Toy, scene: Scene, transport: Any) -> Engine:
 
 def render_task(scene: Scene, engine: Engine, task: Task) -> None:
     """One task through hooks 1 and 2."""
+    if scene.toy.slow[0] == engine.transport.rank:
+        time.sleep(float(np.random.default_rng((task.step, task.lane, 1)).exponential(scene.toy.slow[1])))
     shadow = engine.acquire(task)
     bands = scene.columns(task.step)["features_rest"] // 3
     image, info = scene.render(shadow["primitives"].leaves, shadow["cameras"].leaves["shift"][0], task.view, bands)
@@ -276,6 +283,7 @@ def train(toy: Toy, transport: Any, folder: Path | None = None) -> Engine:
     scene = Scene(toy)
     engine = make_engine(toy, scene, transport)
     engine.scene = scene  # type: ignore[attr-defined]
+    checker = ReadChecker(engine, DelayLimits(toy.max_delay, toy.max_overlap, toy.max_impact)) if toy.check else None
     kind, rank, when = [*toy.fault.split(":"), "", "-1", "-1"][:3] if toy.fault.count(":") == 2 else ("", "-1", "-1")
     engine.heard = []  # type: ignore[attr-defined]
     for step in range(engine.current, toy.steps):
@@ -297,6 +305,8 @@ def train(toy: Toy, transport: Any, folder: Path | None = None) -> Engine:
     engine.drain()
     if toy.debug:
         engine.check_ranks()
+    if checker is not None and folder is not None:
+        checker.write(folder / f"reads.{transport.rank}.json")
     return engine
 
 

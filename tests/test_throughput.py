@@ -1,0 +1,213 @@
+"""Throughput mode: delayed reads are bounded and counted (E5), nothing is lost, and without them it equals quality."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runtime_toy import Toy, replace, run_ranks, same
+
+from odin_nerfstudio.runtime.evidence import EvidenceStore, Shares
+from odin_nerfstudio.runtime.gate import OPEN, RAW, Gate
+from odin_nerfstudio.runtime.staging import Phase, StepStaging
+from odin_nerfstudio.runtime.store import RowTable, ViewRow
+from odin_nerfstudio.runtime.throughput import DelayLimits, ThroughputPolicy
+
+USUAL = Toy(mode="throughput", views=16, primitives=400, steps=500, refine_every=60, reset_every=180, check=True)
+SHORT = replace(USUAL, steps=60, refine_every=20, check=False, jitter=0.003, debug=False)
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_e5_reads_are_bounded_and_counted_and_nothing_is_lost(ranks: int, tmp_path: Path) -> None:
+    toy = replace(USUAL, slow=(ranks - 2, 0.006), max_delay=2 if ranks == 3 else 1)
+    outcome = run_ranks(ranks, tmp_path, {"run": toy}, timeout=300)
+    assert outcome.codes == [0] * ranks, (outcome.errors, outcome.failures)
+    totals = json.loads((tmp_path / "run" / "totals.json").read_text())
+    seen = [json.loads((tmp_path / "run" / f"reads.{rank}.json").read_text()) for rank in range(ranks)]
+    for total, facts in zip(totals, seen):
+        assert total.get("delayed_tasks", 0) == facts["late_reads"]
+        assert total.get("delayed_rows", 0) == facts["late_rows"]
+        assert total.get("delay.max", 0) == facts["worst_delay"]
+        assert facts["structural_steps"] > 8
+    assert sum(facts["late_reads"] for facts in seen) > 50
+    assert max(facts["worst_delay"] for facts in seen) == toy.max_delay
+    # a row of one version has the same bits on every rank that read it, late or not: no row is read half-published
+    for one in seen:
+        for other in seen:
+            common = one["bits"].keys() & other["bits"].keys()
+            assert all(one["bits"][key] == other["bits"][key] for key in common)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_without_delay_or_overlap_it_equals_quality(ranks: int, tmp_path: Path) -> None:
+    runs = {
+        "quality": replace(SHORT, mode="quality"),
+        "punctual": replace(SHORT, max_delay=0),
+        "careful": replace(SHORT, max_overlap=0.0),
+    }
+    outcome = run_ranks(ranks, tmp_path, runs)
+    assert outcome.codes == [0] * ranks, (outcome.errors, outcome.failures)
+    quality = torch.load(tmp_path / "quality" / "end.pt")
+    for name in ("punctual", "careful"):
+        assert same(torch.load(tmp_path / name / "end.pt"), quality) == [], name
+
+
+@dataclass(frozen=True)
+class Case:
+    """Steps whose contributions have come in part, a reader, and what is known of views."""
+
+    table: RowTable
+    steps: list[StepStaging]
+    gate: Gate
+    evidence: dict[int, np.ndarray]
+    """Dense shares by view; views that are not in it are unknown. [N] float64."""
+
+
+class Known:
+    """Evidence from dense arrays."""
+
+    def __init__(self, dense: dict[int, np.ndarray]) -> None:
+        self.dense = dense
+
+    def of(self, view: int) -> Shares | None:
+        if view not in self.dense:
+            return None
+        ids = np.random.default_rng(view).permutation(np.flatnonzero(self.dense[view]))  # order does not matter
+        return Shares.of(torch.from_numpy(ids), torch.from_numpy(self.dense[view][ids]))
+
+
+def make_case(seed: int) -> Case:
+    """Two or three incomplete steps on a small table: lanes that have sent nothing, their ids, or everything."""
+    rng = np.random.default_rng(seed)
+    n, lanes, count = int(rng.integers(1, 60)), int(rng.integers(1, 4)), int(rng.integers(1, 4))
+    parameters = torch.nn.ParameterDict({"means": torch.nn.Parameter(torch.zeros(n, 3))})
+    adam = {"means": torch.optim.Adam([parameters["means"]], lr=0.1)}
+    table = RowTable("primitives", parameters, adam, ViewRow(), lambda step: {"means": 0.1})
+    table.versions[:] = torch.from_numpy(rng.integers(0, count + 1, n).astype(np.int32))
+    steps = []
+    for step in range(count):
+        staged = StepStaging(step, [step * lanes + lane for lane in range(lanes)], [table])
+        for lane in staged.lanes:
+            phase = Phase(int(rng.integers(0, 3)))
+            lane.candidates = [torch.from_numpy((rng.random(n) < 0.5).astype(np.uint8))]
+            if phase != Phase.WAITING:
+                within = torch.from_numpy(np.flatnonzero(rng.random(n) < 0.4).astype(np.int32))
+                lane.rest, lane.candidates = [within], None
+            lane.phase = phase
+            if phase == Phase.COMPLETE:
+                lane.rest = []
+        staged.track()
+        steps.append(staged)
+    ids = torch.from_numpy(np.flatnonzero(rng.random(n) < 0.7).astype(np.int32))
+    reader = count * lanes
+    gate = Gate(count, reader, [ids], [table], lambda: steps, lambda staged: None, lookahead=count)
+    evidence = {}
+    for view in range(reader + 1):
+        if rng.random() < 0.8:
+            mass = np.exp(rng.normal(0, 2, n)) * (rng.random(n) < 0.6)
+            evidence[view] = (mass / max(mass.sum(), 1e-9)).astype(np.float32).astype(np.float64)
+    return Case(table, steps, gate, evidence)
+
+
+def reference(case: Case) -> tuple[np.ndarray, np.ndarray, dict[tuple[int, int], float]]:
+    """Per row, by the definition: its delay (0: not late) and its part of the harm; and each writer's own harm."""
+    versions, n = case.table.versions.numpy(), case.table.count
+    read = np.zeros(n, bool)
+    read[case.gate.ids[0].numpy()] = True
+    delay, by_writer = np.zeros(n, int), {}
+    for staged in reversed(case.steps):
+        for number, lane in enumerate(staged.lanes):
+            pending = np.zeros(n, bool)
+            if lane.phase == Phase.WAITING and lane.candidates is not None:
+                pending = lane.candidates[0].numpy() != 0
+            elif lane.phase == Phase.IDS:
+                pending[lane.rest[0].numpy()] = True
+            waits = read & pending & (versions <= staged.step)
+            delay[waits] = case.gate.step - staged.step
+            known = case.evidence.get(staged.views[number])
+            by_writer[staged.step, number] = np.where(pending, 1.0 if known is None else known, 0.0)
+    own = case.evidence.get(case.gate.view, np.ones(n))
+    late = delay > 0
+    harm = np.where(late, np.minimum(own, sum(by_writer.values())), 0.0)
+    return delay, harm, {k: float(np.where(late, np.minimum(own, w), 0.0).sum()) for k, w in by_writer.items()}
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.integers(0, 2**32), st.integers(0, 3), st.sampled_from([0.0, 0.05, 0.3, 0.8, 1e9]), st.sampled_from([0.05, 2.0])
+)
+def test_harm_equals_its_definition(seed: int, max_delay: int, max_overlap: float, max_impact: float) -> None:
+    case = make_case(seed)
+    policy = ThroughputPolicy(Known(case.evidence), DelayLimits(max_delay, max_overlap, max_impact))
+    delay, harm, by_writer = reference(case)
+    decisions = [policy.decide(case.gate) for _ in range(2)]
+    assert decisions[0] == decisions[1], "nothing is left behind in the buffers"
+    decision = decisions[0]
+    if not delay.any():
+        assert decision == OPEN
+    elif delay.max() > max_delay:
+        old = (delay > max_delay).sum()
+        assert decision.hazard == RAW and old <= decision.rows <= old * len(case.steps)
+        assert all(case.gate.step - a.step > max_delay for a in decision.awaited)
+    elif abs(harm.sum() - max_overlap) > 0.01 * max_overlap and abs(harm.max() - max_impact) > 0.01 * max_impact:
+        if harm.sum() < max_overlap and harm.max() <= max_impact:
+            late = decision.delayed
+            assert decision.open and late is not None
+            assert (late.view, late.rows, late.delay) == (case.gate.view, (delay > 0).sum(), delay.max())
+            np.testing.assert_allclose([late.mass, late.peak], [harm.sum(), harm.max()], rtol=0.01)
+        else:
+            assert decision.hazard == RAW and decision.rows == (harm > 0).sum()
+            assert {(a.step, a.lane) for a in decision.awaited} == {k for k, mass in by_writer.items() if mass > 0}
+
+
+def test_evidence_is_the_share_of_opacity_and_colour() -> None:
+    names = {"means": 3, "opacities": 1, "features_dc": 3}
+    parameters = torch.nn.ParameterDict({k: torch.nn.Parameter(torch.zeros(400, w)) for k, w in names.items()})
+    adam = {k: torch.optim.Adam([p], lr=0.1) for k, p in parameters.items()}
+    table = RowTable("primitives", parameters, adam, ViewRow(), lambda step: dict.fromkeys(names, 0.1))
+    rng = np.random.default_rng(1)
+    parts = []
+    for ids in (np.arange(0, 400, 2), np.arange(1, 400, 4)):
+        values = rng.normal(size=(len(ids), 7)) * np.exp(rng.normal(size=(len(ids), 1)) * 3)
+        parts.append((torch.from_numpy(ids.astype(np.int32)), torch.from_numpy(values.astype(np.float32))))
+    expected = np.zeros(400)
+    names_of_columns = np.repeat(table.layout(5).names, table.layout(5).widths)
+    for ids, values in parts:
+        expected[ids.numpy()] = np.abs(values.numpy()[:, names_of_columns != "means"]).sum(1)
+    expected /= expected.sum()
+    for tail in (0.0, 0.02):
+        store = EvidenceStore(tail=tail, largest=1e-3)
+        store.learn(table, 5, 7, parts)
+        shares = store.of(7)
+        assert shares is not None and store.bytes == 6 * len(shares.ids) and store.of(8) is None
+        found = np.zeros(400)
+        found[shares.ids.numpy()] = shares.values.double().numpy()
+        kept = found > 0
+        np.testing.assert_allclose(found[kept], expected[kept], rtol=0.01)
+        assert expected[~kept].sum() <= tail and expected[~kept].max() < 1e-3
+        assert bool(tail) == (kept.sum() < (expected > 0).sum())
+        dropped, left = expected[~kept].max(), expected[kept].min()
+        assert dropped <= left, "the smallest ones are dropped"
+
+
+def test_evidence_follows_surgery_and_keeps_to_its_memory() -> None:
+    store = EvidenceStore(limit=6 * 8)
+    store.put(0, Shares.of(torch.tensor([4, 1, 2]), torch.tensor([0.5, 0.25, 0.25])))
+    store.put(1, Shares.of(torch.tensor([3]), torch.tensor([1.0])))
+    # row 0 and 2 are pruned, 1 is duplicated, 3 stays, 4 is split in two and removed
+    store.resize(torch.tensor([1, 3, 1, 4, 4]), 5)
+    shares = store.of(0)
+    assert shares is not None
+    assert dict(zip(shares.ids.tolist(), shares.values.tolist())) == {0: 0.125, 2: 0.125, 3: 0.25, 4: 0.25}
+    assert store.bytes == 6 * 5
+    store.put(2, Shares.of(torch.arange(4), torch.full((4,), 0.25)))
+    assert store.of(2) is None and store.bytes == 6 * 5, "no room: as unknown as at a first visit"
+    store.put(0, Shares.of(torch.arange(2), torch.full((2,), 0.5)))
+    store.put(2, Shares.of(torch.arange(4), torch.full((4,), 0.25)))
+    assert store.of(2) is not None and store.bytes == 6 * 7

@@ -6,13 +6,14 @@ import copy
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from odin_nerfstudio.runtime import adam
+from odin_nerfstudio.runtime import adam, adam_roots
 from odin_nerfstudio.runtime.adam import OdinAdam, cpu_arithmetic, publish_rows
-from odin_nerfstudio.runtime.adam_parts import GradientPart, step_parts, steps_parts
+from odin_nerfstudio.runtime.adam_parts import GradientPart, LiveColumns, step_parts, steps_parts
 
 SHAPES = [(1,), (7,), (1, 1), (5, 3), (333, 4), (1000, 15, 3), (70_001, 1), (3, 20_000), ()]
 """Tails of every kind, rows longer than a chunk, a scalar."""
@@ -194,8 +195,8 @@ def test_wrong_arguments_are_named(argument: str, change: dict) -> None:
         publish_rows(**(arguments | change))
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_a_gradient_in_parts_gives_the_bits_of_a_dense_one(masked: bool) -> None:
+@pytest.mark.parametrize("share", [1.0, 0.8, 0.3])
+def test_a_gradient_in_parts_gives_the_bits_of_a_dense_one(share: float) -> None:
     """Parts are added in order, in columns of wider rows; threads and chunks do not show."""
     n, columns = 40_000, 5
     generator = torch.Generator().manual_seed(3)
@@ -208,7 +209,7 @@ def test_a_gradient_in_parts_gives_the_bits_of_a_dense_one(masked: bool) -> None
         values = torch.randn(count, 8, generator=generator)
         dense[ids.long(), :width] += values[:, offset : offset + width]
         parts.append(GradientPart(ids, values, offset, width))
-    mask = (torch.rand(n, generator=generator) < 0.6).to(torch.uint8) if masked else None
+    mask = (torch.rand(n, generator=generator) < share).to(torch.uint8) if share < 1 else None
     if not steps_parts(*start, betas=(0.9, 0.999)):
         pytest.skip("no kernel has the bits of torch.optim.Adam on this machine")
     rules: dict[str, Any] = {"step": 7, "lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-15}
@@ -221,3 +222,56 @@ def test_a_gradient_in_parts_gives_the_bits_of_a_dense_one(masked: bool) -> None
     backwards = GradientPart(parts[0].ids.roll(1), parts[0].values, 0, 5)
     with pytest.raises(ValueError, match="ids"):
         step_parts(p, m, v, [backwards], mask, **rules)
+
+
+def test_the_square_root_in_kernels_is_torchs() -> None:
+    recipe = adam_roots.root_recipe()
+    assert recipe is not None
+    x = gradient((100_000,), torch.Generator().manual_seed(11)).abs()
+    x[:4] = torch.tensor([0.0, 1e-45, 2.0**-126, 3.4028235e38])
+    out = np.empty(x.shape[0], np.float32)
+    adam_roots.roots(x.numpy(), out, x.shape[0], recipe)
+    assert bits_equal(x.sqrt(), torch.from_numpy(out))
+
+
+def test_inactive_columns_are_left_out_and_come_back() -> None:
+    """Bands that are switched on one after the other, moments that somebody else filled, rows in two calls: stock."""
+    n, generator = 3000, torch.Generator().manual_seed(12)
+    stock = torch.nn.Parameter(torch.randn(n, 5, 3, generator=generator))
+    optimizer = torch.optim.Adam([stock], lr=0.01, eps=1e-15)
+    p = stock.detach().clone()
+    m, v = torch.zeros_like(p), torch.zeros_like(p)
+    live = LiveColumns()
+    ids = torch.randperm(n, generator=generator)[:700].sort().values.int()
+    stepped = []
+    for step, width in enumerate((0, 0, 3, 3, 0, 9, 3, 3, 3, 15), start=1):
+        values = gradient((700, max(width, 1)), generator)
+        dense = torch.zeros(n, 15)
+        dense[ids.long(), :width] = values[:, :width]
+        stock.grad = dense.view_as(stock)
+        if step in (5, 7):  # a checkpoint of another run: moments in columns without a gradient, in place or anew
+            state = optimizer.state[stock]
+            state["exp_avg"][:, 4, 0] += 0.5
+            state["exp_avg_sq"][17, 4, 2] = 1e-9 * step
+            if step == 7:
+                m, v = state["exp_avg"].clone(), state["exp_avg_sq"].clone()
+            else:
+                m.copy_(state["exp_avg"])
+                v.copy_(state["exp_avg_sq"])
+        if step == 9:  # and a step that is none of the kernel's
+            other = torch.nn.Parameter(p)
+            theirs = OdinAdam([other], lr=0.01, eps=1e-15)
+            theirs.state[other] = {"step": torch.tensor(8.0), "exp_avg": m, "exp_avg_sq": v}
+            other.grad = stock.grad.clone()
+            theirs.step()
+        else:
+            parts = [GradientPart(ids, values, 0, width)] if width else []
+            chosen = torch.rand(n, generator=generator) < (0.2, 0.8)[step % 2]
+            for mask in (None,) if step % 3 == 0 else (chosen, ~chosen):
+                rules: dict[str, Any] = {"step": step, "lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-15, "live": live}
+                step_parts(p, m, v, parts, None if mask is None else mask.to(torch.uint8), **rules)
+                stepped.append(live.of(m, v, 0))
+        optimizer.step()
+        state = optimizer.state[stock]
+        assert all(bits_equal(a, b) for a, b in ((stock, p), (state["exp_avg"], m), (state["exp_avg_sq"], v))), step
+    assert stepped[0] == 0 and 3 in stepped and stepped[-1] == 15

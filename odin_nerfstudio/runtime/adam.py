@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from odin_nerfstudio.runtime import adam_kernels as kernels
 from odin_nerfstudio.runtime.adam_core import (
@@ -114,6 +115,7 @@ def publish_rows(
     gids = row_ids_of(ids.size, "zeros") if grads is None else gids
     p, m, v = (_table(x) for x in (param, exp_avg, exp_avg_sq))
     step_rows(p, m, v, g, ids, gids, scalars, how, workspace_of(threads))
+    increment_version((exp_avg, exp_avg_sq))  # kernels write behind torch's back
     if clear_grads and grads is not None:
         kernels.clear_rows(g, gids)
     return int(ids.size)
@@ -224,6 +226,7 @@ class OdinAdam(torch.optim.Adam):
         how = cpu_arithmetic()
         assert how is not None
         count += 1
+        increment_version((m, v))  # kernels write behind torch's back
         q, m, v, g = (_table(x) for x in (p, m, v, p.grad.contiguous()))
         scalars = StepNumbers.of(count.item(), float(group["lr"]), group["betas"], group["eps"], q.shape[1])
         rows = row_ids_of(q.shape[0], "arange")

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from odin_nerfstudio.runtime import adam_kernels as kernels
+from odin_nerfstudio.runtime.adam_roots import IEEE, root_recipe
 
 Rates = float | Sequence[float] | np.ndarray
 """A learning rate, or one a column of the flattened row."""
@@ -45,8 +46,13 @@ class Arithmetic:
     """``lerp_`` is ``fma(w, end - self, self)`` instead of two roundings."""
     fused_square: bool
     """``addcmul_(g, g, value=w)`` is ``fma(w g, g, self)`` instead of two roundings."""
-    ieee_sqrt: bool
-    """``sqrt`` is correctly rounded; otherwise torch's own has to be called."""
+    root: int | None
+    """Recipe of ``sqrt`` (`adam_roots`); None: none is known, and torch's own has to be called."""
+
+    @property
+    def ieee_sqrt(self) -> bool:
+        """``sqrt`` is correctly rounded."""
+        return self.root == IEEE
 
 
 @dataclass(frozen=True)
@@ -240,10 +246,8 @@ def _probe(how: Arithmetic, workspace: _Workspace) -> bool:
 @functools.lru_cache(maxsize=1)
 def cpu_arithmetic() -> Arithmetic | None:
     """How this build's CPU kernels round, found by comparison with ``torch.optim.Adam``; None if nothing matches."""
-    x = np.exp(np.random.default_rng(1).standard_normal(20000) * 8).astype(np.float32)
-    ieee = bool(np.array_equal(torch.from_numpy(x).sqrt().numpy(), np.sqrt(x)))
     for lerp, square in itertools.product((True, False), repeat=2):
-        how = Arithmetic(lerp, square, ieee)
+        how = Arithmetic(lerp, square, root_recipe())
         if _probe(how, _Workspace(1)):
             logger.debug("fused Adam reproduces torch.optim.Adam with %s", how)
             return how

@@ -18,29 +18,22 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import types
-from numba.extending import intrinsic
+
+from odin_nerfstudio.runtime.adam_roots import fma
 
 _OPTIONS: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy"}
 
 
-def _fma_codegen(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
-    """``a * b + c`` with one rounding, in float32."""
-    signature = types.float32(types.float32, types.float32, types.float32)
-    return signature, lambda context, builder, sig, args: builder.fma(*args)
-
-
-_fma: Any = intrinsic(_fma_codegen)
+@numba.njit(inline="always")
+def first_moment(m, g, w1, fused):  # type: ignore[no-untyped-def]
+    """``m + w1 (g - m)``, as torch rounds it."""
+    return fma(w1, g - m, m) if fused else m + w1 * (g - m)
 
 
 @numba.njit(inline="always")
-def _first_moment(m, g, w1, fused):  # type: ignore[no-untyped-def]
-    return _fma(w1, g - m, m) if fused else m + w1 * (g - m)
-
-
-@numba.njit(inline="always")
-def _second_moment(v, g, b2, w2, fused):  # type: ignore[no-untyped-def]
-    return _fma(w2 * g, g, v * b2) if fused else v * b2 + (w2 * g) * g
+def second_moment(v, g, b2, w2, fused):  # type: ignore[no-untyped-def]
+    """``b2 v + (w2 g) g``, as torch rounds it."""
+    return fma(w2 * g, g, v * b2) if fused else v * b2 + (w2 * g) * g
 
 
 @numba.njit(**_OPTIONS)
@@ -75,8 +68,8 @@ def chunk_live_columns(m, v, g, ids, gids, seen):  # type: ignore[no-untyped-def
 def moments_flat(m, v, g, w1, b2, w2, fused1, fused2, root, v_out):  # type: ignore[no-untyped-def]
     """Both moments of a contiguous run, in place. All arrays [n] float32; v_out gets v, or sqrt(v) if root."""
     for k in range(m.shape[0]):
-        x = _second_moment(v[k], g[k], b2, w2, fused2)
-        m[k] = _first_moment(m[k], g[k], w1, fused1)
+        x = second_moment(v[k], g[k], b2, w2, fused2)
+        m[k] = first_moment(m[k], g[k], w1, fused1)
         v[k] = x
         v_out[k] = x
     if root:
@@ -100,8 +93,8 @@ def moments_rows(m, v, g, ids, gids, live, w1, b2, w2, fused1, fused2, root, m_o
         j = gids[k]
         o = k * live
         for c in range(live):
-            x = _first_moment(m[i, c], g[j, c], w1, fused1)
-            y = _second_moment(v[i, c], g[j, c], b2, w2, fused2)
+            x = first_moment(m[i, c], g[j, c], w1, fused1)
+            y = second_moment(v[i, c], g[j, c], b2, w2, fused2)
             m[i, c] = x
             v[i, c] = y
             m_out[o + c] = x

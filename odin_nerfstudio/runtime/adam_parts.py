@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,11 +13,8 @@ import torch
 from torch import Tensor
 
 from odin_nerfstudio.runtime import adam_parts_kernels as kernels
-from odin_nerfstudio.runtime.adam_core import Arithmetic, Rounded, StepNumbers, cpu_arithmetic
+from odin_nerfstudio.runtime.adam_core import StepNumbers, cpu_arithmetic
 
-_CHUNK = 32704
-"""Floats per chunk. Parameter, moments, gradient and roots of a chunk fit a second-level cache of 1 MiB, and torch does
-not split the square root of fewer than 32768 floats over its threads."""
 _THREAD_ROWS = 1 << 14
 """Fewest rows worth a thread."""
 
@@ -34,34 +31,49 @@ class GradientPart:
     width: int
 
 
-class _Scratch:
-    """What one thread needs for a chunk."""
+class LiveColumns:
+    """Which leading columns of an Adam's moments hold anything: the others keep their bits under a zero gradient.
 
-    def __init__(self, floats: int) -> None:
-        self.floats = floats
-        self.gradient = np.zeros(floats, np.float32)
-        self.dirty = 0
-        self.ids = np.empty(floats, np.int32)
-        self.moments = np.empty(floats, np.float32)
-        self.roots = torch.zeros(floats)
-        self.roots_np = self.roots.numpy()
+    With m = v = +0 and a zero gradient, the new m is ``+0 + w1 (+-0) = +0``, the new v is ``+0``, and p gets
+    ``-step_size * 0 / (0 + eps) = -0``, and ``p + -0 = p`` for every p (eps > 0). In splat models these are the
+    spherical-harmonics bands that are not switched on yet. The moments are looked through whenever they are other
+    tensors than the last time or something wrote to them: after a resume, a structural step, anybody else's step.
+    """
+
+    def __init__(self) -> None:
+        self._known: tuple[Any, ...] = ()
+        self._live = 0
+
+    def of(self, exp_avg: Tensor, exp_avg_sq: Tensor, width: int) -> int:
+        """Columns to step for a gradient in the first `width` columns. exp_avg, exp_avg_sq: [N, ...], contiguous.
+
+        The caller steps these columns of the moments and writes to no others.
+        """
+        known = self._known
+        if not known or known[0]() is not exp_avg or known[1]() is not exp_avg_sq or known[2:] != _writes(
+            exp_avg, exp_avg_sq
+        ):
+            n = exp_avg.shape[0]
+            m, v = (x.detach().numpy().reshape(n, -1).view(np.uint32) for x in (exp_avg, exp_avg_sq))
+            self._live = int(kernels.live_columns(m, v))
+            self._known = (weakref.ref(exp_avg), weakref.ref(exp_avg_sq), *_writes(exp_avg, exp_avg_sq))
+        self._live = max(self._live, width)
+        return self._live
 
 
-_local = threading.local()
+def _writes(*tensors: Tensor) -> tuple[int, ...]:
+    """torch's counts of in-place operations, and where the numbers lie."""
+    return tuple(value for x in tensors for value in (x._version, x.data_ptr()))
+
+
 _pools: dict[int, ThreadPoolExecutor] = {}
-
-
-def _scratch(columns: int) -> _Scratch:
-    held: _Scratch | None = getattr(_local, "scratch", None)
-    if held is None or held.floats < columns:
-        held = _local.scratch = _Scratch(max(_CHUNK, columns))
-    return held
 
 
 def steps_parts(*tensors: Tensor, betas: tuple[float, float]) -> bool:
     """Whether `step_parts` takes these tensors: contiguous float32 on the CPU, on a build whose rounding is known."""
     usual = all(t.device.type == "cpu" and t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
-    return usual and betas[0] > 0.5 and cpu_arithmetic() is not None
+    how = cpu_arithmetic()
+    return usual and betas[0] > 0.5 and how is not None and how.root is not None
 
 
 def step_parts(
@@ -76,6 +88,7 @@ def step_parts(
     betas: tuple[float, float],
     eps: float,
     threads: int = 1,
+    live: LiveColumns | None = None,
 ) -> None:
     """One Adam step in place, with the bits of ``torch.optim.Adam`` on a dense gradient: zero plus the parts in order.
 
@@ -86,12 +99,13 @@ def step_parts(
         step: Number of this step, counted from 1.
         lr, betas, eps: As in ``torch.optim.Adam``.
         threads: Threads to spread the rows over. The result does not depend on it.
+        live: What is known of the moments' columns, where inactive ones should be left out.
 
     Raises:
         ValueError: Ids of a part are not ascending, or leave the range of rows.
     """
     how = cpu_arithmetic()
-    assert how is not None
+    assert how is not None and how.root is not None
     n = param.shape[0]
     if n == 0 or param.numel() == 0:
         return
@@ -106,49 +120,28 @@ def step_parts(
         [(i.data_ptr(), v.data_ptr() + 4 * o, i.shape[0], v.shape[1], w) for i, v, o, w in given], np.int64
     ).reshape(-1, 5)
 
+    columns = tables[0].shape[1]
+    width = max((w for *_, w in given), default=0)
+    # leaving columns out is an identity only where 0 / eps is a number
+    if live is not None and eps > 0 and np.isfinite(numbers.a[0]):
+        held = live.of(exp_avg, exp_avg_sq, width)
+        # most rows as a whole pass memory as fast as their parts do
+        most = mask is None or 2 * np.count_nonzero(flags) > n
+        columns = columns if most and held else held
+    scalars = np.array([*numbers.moments, *numbers.denominator, numbers.a[0]], np.float32)
     threads = max(1, min(threads, n // _THREAD_ROWS))
     cuts = [n * t // threads for t in range(threads + 1)]
 
-    def run(t: int) -> None:
-        at = np.array([np.searchsorted(ids.numpy(), cuts[t]) for ids, _, _, _ in given], np.int64)
-        _step_range(tables, flags, addresses, at, numbers, how, cuts[t], cuts[t + 1])
+    step_range: Any = kernels.step_range
+    rounding = (how.fused_lerp, how.fused_square, how.root)
 
-    if threads == 1:
-        run(0)
-        return
-    if threads not in _pools:
+    def run(t: int) -> bool:
+        at = np.array([np.searchsorted(ids.numpy(), cuts[t]) for ids, _, _, _ in given], np.int64)
+        return step_range(*tables, columns, flags, addresses, at, scalars, *rounding, cuts[t], cuts[t + 1])
+
+    if threads > 1 and threads not in _pools:
         _pools[threads] = ThreadPoolExecutor(threads - 1, thread_name_prefix="publish")
     others = [_pools[threads].submit(run, t) for t in range(1, threads)]
-    run(0)
-    for other in others:
-        other.result()
-
-
-def _step_range(
-    tables: tuple[np.ndarray, ...],
-    mask: np.ndarray,
-    parts: np.ndarray,
-    at: np.ndarray,
-    numbers: Rounded,
-    how: Arithmetic,
-    begin: int,
-    end: int,
-) -> None:
-    columns = tables[0].shape[1]
-    advance: Any = kernels.advance
-    s = _scratch(columns)
-    state = np.array([0, 0, 0, 0, s.dirty], np.int64)
-    s.dirty = 1  # whatever happens in between
-    scalars = np.array([*numbers.moments, *numbers.denominator, numbers.a[0]], np.float32)
-    fixed: tuple[Any, ...] = (*tables, mask, parts, at, state, scalars, how.fused_lerp, how.fused_square, how.ieee_sqrt)
-    buffers: tuple[Any, ...] = (s.gradient, s.ids, s.moments, s.roots_np)
-    per_chunk = s.floats // columns
-    for start in range(begin, end, per_chunk):
-        count = advance(*fixed, *buffers, start, min(start + per_chunk, end))
-        if count == kernels.UNSORTED:
-            raise ValueError("parts: ids must ascend within each part")
-        if count and not how.ieee_sqrt:
-            used = s.roots[:count]
-            torch.sqrt(used, out=used)
-    advance(*fixed, *buffers, end, end)
-    s.dirty = int(state[4])
+    done = [run(0), *(other.result() for other in others)]
+    if not all(done):
+        raise ValueError("parts: ids must ascend within each part")

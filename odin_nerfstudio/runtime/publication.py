@@ -15,7 +15,7 @@ from torch import Tensor
 
 from odin_nerfstudio.runtime import hazards, rows
 from odin_nerfstudio.runtime.adam import OdinAdam, plain_options, publish_rows
-from odin_nerfstudio.runtime.adam_parts import GradientPart, step_parts, steps_parts
+from odin_nerfstudio.runtime.adam_parts import GradientPart, LiveColumns, step_parts, steps_parts
 from odin_nerfstudio.runtime.staging import StepStaging
 from odin_nerfstudio.runtime.store import DenseTerm, RowTable
 
@@ -37,6 +37,7 @@ class Publisher:
         """Steps published in one go."""
         self.partial_passes = 0
         """Publications of some rows of a step."""
+        self._live: dict[tuple[str, str], LiveColumns] = {}
 
     def whole(self, staged: StepStaging) -> None:
         """Publish a complete step, none of whose rows is published, over rows that are all at its version."""
@@ -130,6 +131,7 @@ class Publisher:
                 betas=group["betas"],
                 eps=group["eps"],
                 threads=torch.get_num_threads(),
+                live=self._live.setdefault((table.name, name), LiveColumns()),
             )
 
     def _step_whole(self, table: RowTable, step: int, parts: Sequence[Part]) -> None:

@@ -57,6 +57,7 @@ from odin_nerfstudio.runtime.publication import Publisher
 from odin_nerfstudio.runtime.ranks import Rank
 from odin_nerfstudio.runtime.recorder import Recorder
 from odin_nerfstudio.runtime.reduction import Traffic
+from odin_nerfstudio.runtime.row_watch import RowWatch
 from odin_nerfstudio.runtime.shadow import Shadow, ShadowPool, Task
 from odin_nerfstudio.runtime.store import PublishedStore, RowTable
 from odin_nerfstudio.runtime.telemetry import StepRecord, Telemetry, now
@@ -121,6 +122,7 @@ class Engine(Rank):
         )
         self.on_read: Callable[[Task, Sequence[Tensor], Decision], None] | None = None
         """Called before every read, with the rows of each table; their versions are those that will be read."""
+        self.row_watch = self.frontier.row_watch = RowWatch(tables[0])
         self._pools = {t.name: ShadowPool(t) for t in tables}
         self._surgery_done = start_step - 1
         self.recorder: Recorder | None = None
@@ -177,6 +179,7 @@ class Engine(Rank):
         begin = now()
         record, timeline = self.telemetry.record(task.step), self.telemetry.timeline
         timeline.begin(begin)
+        self.row_watch.begin()
         self.frontier.gate_times.setdefault(task.step, begin)
         self._exchange.poll()
         self.frontier.publish_ready(task.step)
@@ -191,7 +194,7 @@ class Engine(Rank):
             self.frontier.track,
             self.lookahead,
         )
-        reads, inside, met = now(), timeline.inside(), False
+        reads, inside, met, refused = now(), timeline.inside(), False, None
         while not (decision := self.policy.decide(gate)).open:
             if self.policy.partial:
                 self.frontier.publish_some(task.step)
@@ -199,10 +202,13 @@ class Engine(Rank):
                 met = True
                 record.conflicts += 1
                 record.conflict_rows += decision.rows
+                refused = self.row_watch.behind(ids[0], task.step) if self.row_watch.active else None
             self._await(task.step, decision)
             self.frontier.publish_ready(task.step)
         if self.policy.partial and self.frontier.low < task.step:
             self.frontier.publish_some(task.step)
+        if self.row_watch.active:
+            self.row_watch.read(ids[0], task.step, refused)
         opened = now()
         timeline.spend("gating", opened - reads - (timeline.inside() - inside))
         if self.policy.partial:

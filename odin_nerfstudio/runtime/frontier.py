@@ -14,6 +14,7 @@ from odin_nerfstudio.runtime.gate import Awaited, GatePolicy
 from odin_nerfstudio.runtime.messages import Contribution
 from odin_nerfstudio.runtime.publication import Publisher
 from odin_nerfstudio.runtime.reduction import ReducedStaging, Traffic
+from odin_nerfstudio.runtime.row_watch import RowWatch
 from odin_nerfstudio.runtime.staging import Phase, StepStaging
 from odin_nerfstudio.runtime.store import RowTable
 from odin_nerfstudio.runtime.telemetry import StepRecord, Telemetry, now
@@ -72,6 +73,7 @@ class Frontier:
         self.traffic: Traffic | None = None
         """Counts what reducing would save; None: not of interest."""
         self.on_retire: Callable[[int], None] | None = None
+        self.row_watch: RowWatch | None = None
         self._steps: dict[int, StepStaging] = {}
         self._complete_at = 0.0
 
@@ -104,6 +106,9 @@ class Frontier:
         before = staged.staged_rows()
         staged.accept(message, arrival)
         self.staged_rows += staged.staged_rows() - before
+        if self.row_watch is not None and self.row_watch.active and message.has_first:
+            rank = self.plan.rank(message.step, message.lane) if message.lane >= 0 else -1 - message.lane
+            self.row_watch.wrote(message.tables[0].ids, rank)
         if self.evidence is not None and message.lane >= 0 and message.has_rest and not message.share:
             parts = staged.lanes[message.lane].parts[0]
             self.evidence.learn(self.tables[0], message.step, staged.views[message.lane], parts)

@@ -15,11 +15,12 @@ from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParserConfig
 
 from odin_nerfstudio.glue.launch import Place, divide_threads, join_group
 from odin_nerfstudio.glue.odin_trainer import OdinTrainer
+from odin_nerfstudio.runtime.keyed import keyed_generator
 from odin_nerfstudio.runtime.policies import make_policy
 
 
-def config_for(job: dict[str, Any]) -> Any:
-    """odin-splatfacto at half resolution, without evaluation, starting from a checkpoint."""
+def base_config(job: dict[str, Any]) -> Any:
+    """odin-splatfacto at one resolution, without evaluation and saving."""
     config: Any = all_methods["odin-splatfacto"]
     scene = Path(job["scene"])
     model = next(p for p in ("sparse/0", "colmap/sparse/0") if (scene / p).is_dir())
@@ -28,10 +29,7 @@ def config_for(job: dict[str, Any]) -> Any:
     )
     config.pipeline.model.num_downscales = job["downscales"]
     config.pipeline.model.resolution_schedule = 10**9
-    config.pipeline.odin.views_per_step = job["lanes"]
     config.pipeline.odin.order = job["order"]
-    config.pipeline.odin.scale_schedule = False
-    config.pipeline.odin.trace = None
     config.output_dir = Path(job["outputs"])
     config.timestamp = "bench"
     config.vis = "tensorboard"
@@ -39,6 +37,14 @@ def config_for(job: dict[str, Any]) -> Any:
     config.steps_per_save = 10**9
     config.steps_per_eval_image = config.steps_per_eval_all_images = config.steps_per_eval_batch = 10**9
     config.logging.steps_per_log = 10**9
+    return config
+
+
+def config_for(job: dict[str, Any]) -> Any:
+    """Goes on from a checkpoint for ever, with the schedule of one view per step."""
+    config = base_config(job)
+    config.pipeline.odin.views_per_step = job["lanes"]
+    config.pipeline.odin.scale_schedule = False
     config.max_num_iterations = 10**9
     config.load_checkpoint = Path(job["checkpoint"])
     return config
@@ -62,11 +68,25 @@ def stretch(trainer: OdinTrainer, mode: str, first: int, steps: int) -> dict[str
     return {"mode": mode, "seconds": seconds, "steps": steps, **engine.telemetry.summary()}
 
 
+def add_skew(trainer: OdinTrainer, mean_ms: float) -> None:
+    """Has every task sleep, by an exponential draw that depends on its step and lane only."""
+    model = trainer.runner.model
+    image_loss = model.image_loss
+
+    def slower(outputs: Any, batch: Any) -> torch.Tensor:
+        seed, step, lane = model.task
+        draw = torch.empty(1).exponential_(generator=keyed_generator(seed, "skew", step, lane))
+        time.sleep(1e-3 * mean_ms * float(draw))
+        return image_loss(outputs, batch)
+
+    model.image_loss = slower  # type: ignore[method-assign]
+
+
 def main() -> None:
     """Reads a job, runs it, and writes this rank's stretches."""
     job = json.loads(Path(sys.argv[1]).read_text())
     place = Place.of_torchrun() or Place(0, 0, 1, 1)
-    divide_threads(job["ranks"])
+    divide_threads(place.ranks)
     torch.set_num_threads(1)
     if place.ranks > 1:
         join_group(place, "cpu")
@@ -77,8 +97,10 @@ def main() -> None:
     # Structural steps belong to training, not to a comparison of synchronization.
     trainer.runner.engine.is_structural = lambda step: False
     trainer.runner.model.strategy.acts_at = lambda step: False  # type: ignore[method-assign]
+    if job["skew_ms"]:
+        add_skew(trainer, job["skew_ms"])
     step, results = trainer._start_step, []
-    for mode in ["quality", *job["modes"] * job["repeats"]]:  # the first stretch warms up and is dropped
+    for mode in [job["modes"][-1], *job["modes"] * job["repeats"]]:  # the first stretch warms up and is dropped
         results.append(stretch(trainer, mode, step, job["steps"]))
         step += job["steps"]
     Path(f"{job['result']}.{place.rank}").write_text(json.dumps(results[1:]))

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 import yaml
+from nerfstudio.engine.callbacks import TrainingCallbackLocation
 from nerfstudio.utils.rich_utils import CONSOLE
 
 from odin_nerfstudio.glue.odin_trainer import OdinTrainer, OdinTrainerConfig
@@ -46,7 +47,6 @@ def record_checkpoint(load_config: Path, output: Path, repeats: int = 2, block: 
         recorder.sets, recorder.tasks = sets, tasks
         part = recorder.part()
         part.text |= {"how": f"checkpoint at step {trainer._start_step - 1}", "mode": "none"}
-        part.structural_every = _structural_every(trainer)
         pipeline = trainer.pipeline
         recording = write_recording(
             part, trainer.runner.engine, pipeline.datamanager, pipeline.seed, output / FILE, block
@@ -79,10 +79,10 @@ def _trainer(load_config: Path, scratch: Path) -> OdinTrainer:
 
 def _render_views(trainer: OdinTrainer, recorder: Recorder, repeats: int) -> None:
     runner, datamanager = trainer.runner, trainer.pipeline.datamanager
-    engine, model, step = runner.engine, runner.model, trainer._start_step
+    engine, step = runner.engine, trainer._start_step
     pools = {table.name: ShadowPool(table) for table in engine.tables}
-    model.train()
-    model.step = step
+    trainer.pipeline.train()
+    trainer._call_back(step, TrainingCallbackLocation.BEFORE_TRAIN_ITERATION)
     for view in range(len(datamanager.train_dataset)):
         best, message, shadow = float("inf"), None, None
         task = Task(step, 0, view)
@@ -128,10 +128,3 @@ def _take_steps(trainer: OdinTrainer) -> None:
     engine.drain()
     engine.is_structural = structural
     trainer.runner.model.acts_at = acts  # type: ignore[method-assign]
-
-
-def _structural_every(trainer: OdinTrainer) -> int:
-    """Steps between structural steps around the checkpoint, 0 if there are none."""
-    acts, start = trainer.runner.engine.is_structural, trainer._start_step
-    due = [step for step in range(start, start + 1000) if acts(step)]
-    return (due[-1] - due[0]) // (len(due) - 1) if len(due) > 1 else 0

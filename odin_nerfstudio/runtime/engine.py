@@ -370,7 +370,7 @@ class Engine(Rank):
         if self.frontier.evidence is not None:
             self.frontier.evidence.resize(parents, before)
         if self.recorder is not None:
-            self.recorder.resized(step, parents)
+            self.recorder.resized(parents)
         self.telemetry.structural(step, begin, now())
         self._surgery_done = step
         if self.frontier.traffic is not None:

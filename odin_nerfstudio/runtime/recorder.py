@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 MASS_NAMES = ("opacities", "features_dc")
 """Parameters whose gradients are the mass: what says that a row matters to a view, at the least cost."""
 _REPEATS = 5
+_AHEAD = 1000
+"""Steps after the last in which structural steps are counted."""
 
 
 def gradient_mass(section: Section, layout: RowLayout, names: Sequence[str] = MASS_NAMES) -> tuple[Tensor, Tensor]:
@@ -73,7 +75,7 @@ class Recorder:
         """By view, of its last visit, in today's rows."""
         self.tasks: list[tuple[float, ...]] = []
         self.steps: list[tuple[float, ...]] = []
-        self._structural: list[int] = []
+        self._structural = 0
         self._structural_before = engine.telemetry.totals["structural"]
         engine.recorder = self
         before = engine.frontier.on_step
@@ -102,9 +104,9 @@ class Recorder:
              record.waited, record.received)
         )  # fmt: skip
 
-    def resized(self, step: int, parents: Tensor) -> None:
+    def resized(self, parents: Tensor) -> None:
         """Carry the sets through a structural step. parents: old row of each new row. [N] int64"""
-        self._structural.append(step)
+        self._structural += 1
         origin = parents.cpu().numpy()
         if not len(origin):
             self.sets.clear()
@@ -129,8 +131,7 @@ class Recorder:
         """This rank's recording. Its rows are primitives."""
         engine = self._engine
         table, step = engine.tables[0], max(0, engine.current - 1)
-        gaps = np.diff(self._structural[-8:])
-        done = len(self._structural)
+        due = [s for s in range(step, step + _AHEAD) if engine.is_structural(s)]
         spent = engine.telemetry.totals["structural"] - self._structural_before
         views = getattr(engine.plan, "views", None) or 1 + max(self.sets, default=0)
         tasks = np.array(self.tasks, np.float64).reshape(len(self.tasks), 10)
@@ -142,8 +143,8 @@ class Recorder:
             sets=dict(self.sets),
             tasks=tasks,
             steps=np.array(self.steps, np.float64).reshape(len(self.steps), 8),
-            overheads=self._overheads(table, step, spent / done if done else 0.0),
-            structural_every=int(np.median(gaps)) if len(gaps) else 0,
+            overheads=self._overheads(table, step, spent / max(1, self._structural)),
+            structural_every=(due[-1] - due[0]) // (len(due) - 1) if len(due) > 1 else 0,
             statistics=table.statistics is not None and table.statistics.wanted(step),
             ranks=engine.transport.world_size,
             views_per_step=engine.plan.views_per_step,

@@ -161,7 +161,7 @@ def test_cold_compilation_is_announced(tmp_path: Any, monkeypatch: pytest.Monkey
     from odin_nerfstudio.rendering.cpu import cache, warm
 
     monkeypatch.setattr(warm, "_warm", False)
-    monkeypatch.setattr(cache, "cache_folder", lambda: (tmp_path, ""))
+    monkeypatch.setattr(cache, "cache_folder", lambda *_: (tmp_path, ""))
     lines: list[str] = []
     warm.warm_up(lines.append)
     assert len(lines) == 2 and lines[0].startswith("Compiling") and lines[1].startswith("Compiled")

@@ -12,7 +12,7 @@ MAX_CHANNELS = 4
 MAX_SH_DEGREE = 3
 
 
-def _tensor(name: str, value: Any, shape: tuple[int | None, ...], meaning: str) -> None:
+def check_tensor(name: str, value: Any, shape: tuple[int | None, ...], meaning: str) -> None:
     if not isinstance(value, Tensor):
         raise ValueError(f"{name}: expected a tensor {meaning}, got {type(value).__name__}")
     if value.device.type != "cpu":
@@ -64,14 +64,14 @@ def check(
     ):
         if value is not only and value != only:
             raise ValueError(f"{name}: the CPU rasterizer supports {only!r} only; got {_brief(value)}")
-    _tensor("means", means, (None, 3), "[N, 3]")
+    check_tensor("means", means, (None, 3), "[N, 3]")
     n = means.shape[0]
-    _tensor("quats", quats, (n, 4), f"[N, 4] with N = {n}")
-    _tensor("scales", scales, (n, 3), f"[N, 3] with N = {n}")
-    _tensor("opacities", opacities, (n,), f"[N] with N = {n}")
-    _tensor("viewmats", viewmats, (None, 4, 4), "[C, 4, 4]")
+    check_tensor("quats", quats, (n, 4), f"[N, 4] with N = {n}")
+    check_tensor("scales", scales, (n, 3), f"[N, 3] with N = {n}")
+    check_tensor("opacities", opacities, (n,), f"[N] with N = {n}")
+    check_tensor("viewmats", viewmats, (None, 4, 4), "[C, 4, 4]")
     c = viewmats.shape[0]
-    _tensor("Ks", Ks, (c, 3, 3), f"[C, 3, 3] with C = {c}")
+    check_tensor("Ks", Ks, (c, 3, 3), f"[C, 3, 3] with C = {c}")
     _positive_int("width", width)
     _positive_int("height", height)
     if render_mode not in RENDER_MODES:
@@ -90,7 +90,7 @@ def check(
     if backgrounds is not None:
         expected = 1 if render_mode in ("D", "ED") else colors.shape[-1]
         shape = (c, None) if render_mode in ("D", "ED") else (c, expected)
-        _tensor("backgrounds", backgrounds, shape, f"[C, {expected}] with C = {c}")
+        check_tensor("backgrounds", backgrounds, shape, f"[C, {expected}] with C = {c}")
 
 
 def _check_colors(colors: Any, n: int, c: int, sh_degree: int | None, render_mode: str) -> None:
@@ -104,7 +104,7 @@ def _check_colors(colors: Any, n: int, c: int, sh_degree: int | None, render_mod
             raise ValueError(f"sh_degree: must be None or an integer from 0 to {MAX_SH_DEGREE}, got {sh_degree!r}")
         trailing, text = (None, 3), "[N, K, 3] or [C, N, K, 3]"
     leading = (c, n) if colors.dim() == len(trailing) + 2 else (n,)
-    _tensor("colors", colors, (*leading, *trailing), f"{text} with N = {n}, C = {c}")
+    check_tensor("colors", colors, (*leading, *trailing), f"{text} with N = {n}, C = {c}")
     if sh_degree is not None and (sh_degree + 1) ** 2 > colors.shape[-2]:
         raise ValueError(
             f"colors: sh_degree {sh_degree} needs {(sh_degree + 1) ** 2} coefficients, got {colors.shape[-2]}"

@@ -19,12 +19,16 @@ import numba
 from numba.core.registry import cpu_target
 
 _HERE = Path(__file__).resolve().parent
-_KERNEL_SOURCES = ("simd", "layout", "harmonics", "projection", "gradients", "binning", "pixels", "reduction")
+KERNEL_SOURCES = ("simd", "layout", "harmonics", "projection", "gradients", "binning", "pixels", "reduction")
+SURFEL_SOURCES = (
+    *("simd", "layout", "harmonics", "projection", "pixels", "depth_normals"),
+    *("surfel_layout", "surfel_projection", "surfel_pixels", "surfel_gradients"),
+)
 
 
-def _sources_digest() -> str:
+def _sources_digest(sources: tuple[str, ...]) -> str:
     digest = hashlib.sha256(numba.__version__.encode())
-    for name in _KERNEL_SOURCES:
+    for name in sources:
         digest.update((_HERE / f"{name}.py").read_bytes())
     return digest.hexdigest()[:16]
 
@@ -52,14 +56,15 @@ def _writable(folder: Path) -> bool:
 
 
 @cache
-def cache_folder() -> tuple[Path, str]:
-    """The folder, and a sentence about it where it is not the package's own (else empty).
+def cache_folder(sources: tuple[str, ...] = KERNEL_SOURCES) -> tuple[Path, str]:
+    """The folder of kernels made from these files, and a sentence about it where it is not the package's own (else
+    empty).
 
     Raises RuntimeError where no place can be written to.
     """
     candidates = _candidates()
     for candidate in candidates:
-        folder = candidate / f"kernels-{_sources_digest()}"
+        folder = candidate / f"kernels-{_sources_digest(sources)}"
         if _writable(folder):
             usual = candidate == candidates[0]
             return folder, "" if usual else f"{candidates[0]} is not writable; compiled kernels are kept in {folder}"
@@ -70,26 +75,26 @@ def cache_folder() -> tuple[Path, str]:
 
 
 @contextmanager
-def kernel_cache() -> Iterator[None]:
+def kernel_cache(sources: tuple[str, ...] = KERNEL_SOURCES) -> Iterator[None]:
     """Within this context, kernels are defined to use `cache_folder`."""
     before = numba.config.CACHE_DIR  # type: ignore[attr-defined]
-    numba.config.CACHE_DIR = str(cache_folder()[0])  # type: ignore[attr-defined]
+    numba.config.CACHE_DIR = str(cache_folder(sources)[0])  # type: ignore[attr-defined]
     try:
         yield
     finally:
         numba.config.CACHE_DIR = before  # type: ignore[attr-defined]
 
 
-def _marker() -> Path:
+def _marker(sources: tuple[str, ...]) -> Path:
     """Exists once all kernels are cached for this processor (Numba keeps code per processor and its features)."""
     target = repr(cpu_target.target_context.codegen().magic_tuple())  # type: ignore[attr-defined]
-    return cache_folder()[0] / f"complete-{hashlib.sha256(target.encode()).hexdigest()[:16]}"
+    return cache_folder(sources)[0] / f"complete-{hashlib.sha256(target.encode()).hexdigest()[:16]}"
 
 
-def is_cached() -> bool:
+def is_cached(sources: tuple[str, ...] = KERNEL_SOURCES) -> bool:
     """Whether all kernels have been compiled for this processor."""
-    return _marker().exists()
+    return _marker(sources).exists()
 
 
-def mark_cached() -> None:
-    _marker().touch()
+def mark_cached(sources: tuple[str, ...] = KERNEL_SOURCES) -> None:
+    _marker(sources).touch()

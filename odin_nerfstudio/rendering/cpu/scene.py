@@ -12,13 +12,13 @@ from odin_nerfstudio.rendering.cpu.layout import C_POSITION, PAIR, SPLAT, TILE, 
 from odin_nerfstudio.rendering.cpu.records import Blended, Primitives, Projected, Settings, Tiles
 from odin_nerfstudio.rendering.threads import render_threads, run
 
-_ROWS_PER_CHUNK = 16384
+ROWS_PER_CHUNK = 16384
 # The camera's gradients are summed per so many visible rows, then over these chunks: an order that depends on nothing
 # but the visible rows.
-_VISIBLE_PER_CHUNK = 4096
+VISIBLE_PER_CHUNK = 4096
 
 
-def _spans(count: int, size: int) -> list[tuple[int, int]]:
+def row_spans(count: int, size: int) -> list[tuple[int, int]]:
     return [(a, min(a + size, count)) for a in range(0, count, size)]
 
 
@@ -34,7 +34,7 @@ def project(primitives: Primitives, settings: Settings, camera: Array, out: Proj
     """Fill `out`, whose per-row arrays are allocated (contents arbitrary), for one camera record."""
     p = primitives
     spread_y = np.empty(len(p.means), np.float32)
-    spans = _spans(len(p.means), _ROWS_PER_CHUNK)
+    spans = row_spans(len(p.means), ROWS_PER_CHUNK)
     run(
         lambda k: projection.project(
             *spans[k],
@@ -57,7 +57,7 @@ def project(primitives: Primitives, settings: Settings, camera: Array, out: Proj
     visible = len(out.rows)
     out.splats = empty((visible, SPLAT))
     out.tile_bound = np.empty(visible, np.int32)
-    chunks = _spans(visible, _ROWS_PER_CHUNK // 4)
+    chunks = row_spans(visible, ROWS_PER_CHUNK // 4)
     run(
         lambda k: projection.shade(
             *chunks[k],
@@ -136,7 +136,7 @@ def sort_into_tiles(projected: Projected, settings: Settings) -> Tiles:
     return Tiles(tile_start, block_start, pairs, runs)
 
 
-def _tile_spans(tiles: Tiles) -> list[tuple[int, int]]:
+def tile_spans(tiles: Tiles) -> list[tuple[int, int]]:
     count = len(tiles.tile_start) - 1
     threads = render_threads()
     if threads == 1:
@@ -154,7 +154,7 @@ def blend(splats: Array, tiles: Tiles, settings: Settings, background: Array, im
         empty((int(tiles.block_start[-1]),), np.uint16),
     )
     kernel = pixels.forward_3 if settings.channels <= 3 else pixels.forward_4
-    spans = _tile_spans(tiles)
+    spans = tile_spans(tiles)
     run(
         lambda k: kernel(
             *spans[k],
@@ -197,7 +197,7 @@ def blend_backward(
     slots = empty((total, SPLAT))
     used = np.zeros(total, np.uint8)
     kernel = pixels.backward_3 if settings.channels <= 3 else pixels.backward_4
-    spans = _tile_spans(tiles)
+    spans = tile_spans(tiles)
     run(
         lambda k: kernel(
             *spans[k],
@@ -219,7 +219,7 @@ def blend_backward(
         ),
         len(spans),
     )
-    chunks = _spans(len(rows), _ROWS_PER_CHUNK)
+    chunks = row_spans(len(rows), ROWS_PER_CHUNK)
     run(
         lambda k: reduction.gather(
             *chunks[k],
@@ -255,7 +255,7 @@ def project_backward(
     Returns that of the 4 x 4 view matrix, float32, whose last row is zero (all of it without `want_camera`).
     """
     count, visible = len(primitives.means), len(rows)
-    chunks = _spans(visible, _VISIBLE_PER_CHUNK) or [(0, 0)]
+    chunks = row_spans(visible, VISIBLE_PER_CHUNK) or [(0, 0)]
     row_cuts = [0, *(int(rows[a]) for a, _ in chunks[1:]), count]
     partial = np.zeros((len(chunks), gradients.CAMERA_SUMS))
     p, g = primitives, v_primitives

@@ -41,6 +41,14 @@ class Kind(IntEnum):
     SUMS = 9
     STATUS = 10
     """Questions of who watches the run, and answers; see `status`."""
+    SPLATS = 20
+    """This and the following: see `sharded.packets` and `sharded.requests`."""
+    SPLAT_GRADIENTS = 21
+    ASK_VIEW = 22
+    VIEW = 23
+    ASK_ROWS = 24
+    ROWS = 25
+    MOVED = 26
 
 
 class Activity(IntEnum):

@@ -22,7 +22,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 from odin_nerfstudio.glue.devices import rank_device
 from odin_nerfstudio.glue.meeting import store_of_attempt
-from odin_nerfstudio.runtime.faults import EXIT_CODE
+from odin_nerfstudio.runtime.faults import EXIT_CODE, brief
 
 GROUP_TIMEOUT = timedelta(seconds=120)
 """How long a rank waits for the others while the job is being set up."""
@@ -117,7 +117,7 @@ def join_group(place: Place, device_type: str, init_method: str | None = None) -
     except (RuntimeError, ValueError) as error:
         raise RuntimeError(
             f"rank {place.rank} of {place.ranks} could not join the job at "
-            f"{init_method or 'the address that torchrun gave'}: {error}"
+            f"{init_method or 'the address that torchrun gave'}: {brief(error)}"
         ) from error
     counts = torch.zeros(place.ranks, dtype=torch.int64)
     counts[place.rank] = place.local_ranks

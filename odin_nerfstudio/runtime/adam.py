@@ -26,7 +26,12 @@ from odin_nerfstudio.runtime.adam_core import (
     stock_rows,
     workspace_of,
 )
-from odin_nerfstudio.runtime.adam_device import step_on_device, steps_on_device
+from odin_nerfstudio.runtime.adam_device import (
+    publish_on_device,
+    publishes_on_device,
+    step_on_device,
+    steps_on_device,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +103,8 @@ def publish_rows(
     scalars = StepNumbers.of(step, lr, betas, eps, columns)
     tensors = [param, exp_avg, exp_avg_sq, *([] if grads is None else [grads])]
     how = cpu_arithmetic() if _fusable(*tensors) and rows.device.type == "cpu" and betas[0] > 0.5 else None
+    if how is None and publishes_on_device(param, exp_avg, exp_avg_sq, lr):
+        return publish_on_device(param, exp_avg, exp_avg_sq, grads, rows, step, lr, betas, eps, clear_grads)
     if how is None:
         return _publish_stock(param, exp_avg, exp_avg_sq, grads, rows, masked, scalars, clear_grads)
 
@@ -188,7 +195,7 @@ class OdinAdam(torch.optim.Adam):
                     continue
                 if plain and p.numel() > 0 and _fusable(p) and p.grad.layout == torch.strided and self._fused(p, group):
                     fused.append((p, p.grad))
-                elif plain_options(group) and steps_on_device(p, self.state[p]):
+                elif usual_options(group) and steps_on_device(p, self.state[p]):
                     step_on_device(p, self.state[p], group)
                     fused.append((p, p.grad))
                 else:
@@ -235,12 +242,16 @@ class OdinAdam(torch.optim.Adam):
 
 
 def plain_options(group: dict[str, Any]) -> bool:
-    """Whether a parameter group asks for nothing beyond plain Adam."""
+    """Whether a parameter group asks for nothing beyond plain Adam, as the CPU's kernels step it."""
+    return usual_options(group) and group["betas"][0] > 0.5
+
+
+def usual_options(group: dict[str, Any]) -> bool:
+    """Whether a parameter group asks for nothing beyond plain Adam, whatever its decay rates."""
     unusual = ("amsgrad", "maximize", "capturable", "differentiable", "foreach", "fused", "decoupled_weight_decay")
     betas = group["betas"]
     return (
         not any(group.get(name) for name in unusual)
         and group["weight_decay"] == 0
         and not any(isinstance(b, Tensor) for b in betas)
-        and betas[0] > 0.5
     )

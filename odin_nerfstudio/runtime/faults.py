@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import sys
@@ -57,6 +58,13 @@ class RankFailure(RuntimeError):
 
 class NonFiniteGradient(RuntimeError):
     """A task's gradient holds infinities or NaN; nothing of it has left the rank."""
+
+
+def brief(error: BaseException) -> str:
+    """What an error of gloo or NCCL says, on one line, without places in its source and its advice to developers."""
+    first = (str(error).splitlines() or [type(error).__name__])[0]
+    plain = re.split(r" This is typically caused| Exception raised from", first)[0]
+    return re.sub(r"\[\S*:\d+\] ", "", plain).strip().rstrip(".")
 
 
 def machine_word() -> int:

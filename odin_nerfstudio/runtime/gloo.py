@@ -1,12 +1,7 @@
 """Transport over gloo: a sending and a receiving thread per peer, and one that watches over them.
 
-Gloo's ``is_completed()`` stays false until ``wait()``, so progress needs threads. Messages travel in frames of at most
-`FRAME` words, because receives are posted ahead, before the size of what will arrive is known, and a posted receive
-may be
-larger than the message but not smaller. The first frame of a message starts with the frame header; the others are
-bare. Tensors and requests are kept until waited for.
-
-Bodies of messages that live on a device go through pinned host memory (`pinned`).
+Gloo's ``is_completed()`` stays false until ``wait()``, so progress needs threads. Messages travel in `frames`, and
+bodies of messages that live on a device go through `pinned` host memory.
 """
 
 from __future__ import annotations
@@ -14,9 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from odin_nerfstudio.runtime.faults import Deadline, FaultLimits, OwnPauses, RankFailure, kill_process, machine_word
+from odin_nerfstudio.runtime.faults import (
+    Deadline,
+    FaultLimits,
+    OwnPauses,
+    RankFailure,
+    brief,
+    kill_process,
+    machine_word,
+)
+from odin_nerfstudio.runtime.frames import FrameReader, send_frames
 from odin_nerfstudio.runtime.messages import FRAME_WORDS
+from odin_nerfstudio.runtime.peers import Peer
 from odin_nerfstudio.runtime.pinned import HostCopies, Parcel
 from odin_nerfstudio.runtime.transport import (
     HEAD_WORDS_AT,
@@ -45,30 +48,9 @@ from odin_nerfstudio.runtime.transport import (
 if TYPE_CHECKING:
     from odin_nerfstudio.runtime.frontier import TaskPlan
 
-FRAME = 1 << 18
-"""Words in a frame (1 MiB)."""
-_DEPTH = 4
-"""Receives posted ahead per peer."""
 _TICK = 0.25
 _LAST_WORDS = 3.0
 """Longest that a rank that gives up waits for its peers to have taken its reason in. [s]"""
-
-
-@dataclass(eq=False)
-class _Peer:
-    """One peer: its queue, its threads, what was last heard of it."""
-
-    rank: int
-    ready: threading.Condition = field(default_factory=threading.Condition)
-    outgoing: deque[Parcel] = field(default_factory=deque)
-    sending: bool = False
-    heard: float = field(default_factory=time.monotonic)
-    step: int = -1
-    activity: Activity = Activity.SETUP
-    left: bool = False
-    said_bye: threading.Event = field(default_factory=threading.Event)
-    pid: int = 0
-    same_machine: bool = False
 
 
 class GlooTransport:
@@ -105,8 +87,8 @@ class GlooTransport:
         identities[self.rank] = torch.tensor([machine_word(), os.getpid()])
         dist.all_reduce(identities, group=meeting)
         self._group: Any = dist.new_group(backend="gloo", timeout=timedelta(days=30))
-        self._peers = {r: _Peer(r) for r in range(self.world_size) if r != self.rank}
-        self._posted: list[tuple[Tensor, Any]] = []
+        self._peers = {r: Peer(r) for r in range(self.world_size) if r != self.rank}
+        self._readers: list[FrameReader] = []
         for peer in self._peers.values():
             peer.pid = int(identities[peer.rank, 1])
             peer.same_machine = bool(identities[peer.rank, 0] == identities[self.rank, 0])
@@ -182,7 +164,7 @@ class GlooTransport:
         self._closing = True
         self.deadline.disarm()
 
-    def _enqueue(self, peer: _Peer, parcel: Parcel, urgent: bool = False) -> None:
+    def _enqueue(self, peer: Peer, parcel: Parcel, urgent: bool = False) -> None:
         with peer.ready:
             peer.outgoing.appendleft(parcel) if urgent else peer.outgoing.append(parcel)
             peer.ready.notify()
@@ -196,7 +178,7 @@ class GlooTransport:
 
     # -- threads
 
-    def _send_loop(self, peer: _Peer) -> None:
+    def _send_loop(self, peer: Peer) -> None:
         try:
             while not peer.left:
                 with peer.ready:
@@ -210,8 +192,7 @@ class GlooTransport:
                     peer.sending = True
                 words = parcel.ready()
                 begin = time.monotonic()
-                for at in range(0, words.shape[0], FRAME):
-                    dist.send(words[at : at + FRAME], peer.rank, group=self._group)
+                send_frames(words, peer.rank, self._group)
                 self.bytes_sent += 4 * words.shape[0]
                 if self.observer is not None:
                     self.observer("send", peer.rank, words, begin, time.monotonic())
@@ -225,37 +206,22 @@ class GlooTransport:
         except (RuntimeError, ValueError) as error:
             self._lost(peer, error)
 
-    def _receive_loop(self, peer: _Peer) -> None:
-        frames = [torch.zeros(FRAME, dtype=torch.int32) for _ in range(_DEPTH)]
+    def _receive_loop(self, peer: Peer) -> None:
+        def heard() -> None:
+            peer.heard = time.monotonic()
+
         try:
-            requests = [dist.irecv(f, peer.rank, group=self._group) for f in frames]
-            self._posted.extend(zip(frames, requests))
-            message: Tensor | None = None
-            got = turn = 0
-            opened = 0.0
+            reader = FrameReader(peer.rank, self._group, lambda words: self._open(peer, words))
+            self._readers.append(reader)  # kept: gloo writes into its frames for as long as the process lives
             while True:
-                requests[turn].wait()  # type: ignore[union-attr]
-                arrived = time.monotonic()
-                peer.heard = arrived
-                words = frames[turn]
-                if message is None:
-                    message, got, opened = self._open(peer, words), 0, arrived
-                size = min(FRAME, message.shape[0] - got)
-                message[got : got + size] = words[:size]
-                got += size
-                requests[turn] = dist.irecv(words, peer.rank, group=self._group)
-                turn = (turn + 1) % _DEPTH
-                if got == message.shape[0]:
-                    done, message = message, None
-                    self.bytes_received += 4 * done.shape[0]
-                    if self.observer is not None:
-                        self.observer("receive", peer.rank, done, opened, arrived)
-                    if self._handle(peer, done, arrived):
-                        return
+                words = reader.read(heard)
+                self.bytes_received += 4 * words.shape[0]
+                if self._handle(peer, words, peer.heard):
+                    return
         except (RuntimeError, ValueError) as error:
             self._lost(peer, error)
 
-    def _open(self, peer: _Peer, words: Tensor) -> Tensor:
+    def _open(self, peer: Peer, words: Tensor) -> Tensor:
         magic, kind, size, step, activity, head_words = words[:6].tolist()
         if magic != MAGIC or size < FRAME_WORDS or kind not in set(Kind):
             raise RuntimeError(
@@ -266,7 +232,7 @@ class GlooTransport:
             return self._copies.buffers.take(size)
         return torch.empty(size, dtype=torch.int32)
 
-    def _handle(self, peer: _Peer, words: Tensor, arrived: float) -> bool:
+    def _handle(self, peer: Peer, words: Tensor, arrived: float) -> bool:
         """Deal with a whole message; whether it was the peer's last."""
         kind = Kind(int(words[1]))
         if kind == Kind.BYE:
@@ -301,7 +267,7 @@ class GlooTransport:
                 self.fail(RankFailure(self.rank, f"could not use a message of rank {received.peer}: {error}"))
         self.inbox.put(received)
 
-    def _lost(self, peer: _Peer, error: Exception) -> None:
+    def _lost(self, peer: Peer, error: Exception) -> None:
         with peer.ready:
             peer.left = True
             peer.outgoing.clear()
@@ -311,8 +277,7 @@ class GlooTransport:
             return
         if self.inbox.failure is None:
             time.sleep(0.2)  # a reason that the peer sent may still be on its way through the other thread
-        cause = str(error).splitlines()[0]
-        self.fail(RankFailure(peer.rank, f"died or lost its connection at its step {peer.step} [{cause}]"))
+        self.fail(RankFailure(peer.rank, f"died or lost its connection at its step {peer.step} [{brief(error)}]"))
 
     def _watch_loop(self) -> None:
         pauses = OwnPauses(_TICK)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from odin_nerfstudio.runtime.channels import Channel
-from odin_nerfstudio.runtime.faults import FaultLimits, RankFailure
+from odin_nerfstudio.runtime.faults import FaultLimits, RankFailure, brief
 from odin_nerfstudio.runtime.gloo import GlooTransport
 from odin_nerfstudio.runtime.messages import unit_of
 from odin_nerfstudio.runtime.pinned import Parcel
@@ -190,10 +190,5 @@ class OrderedTransport(GlooTransport):
             time.sleep(0.05)
         if self._ended:
             return
-        cause = str(error).splitlines()[0]
-        self.fail(
-            RankFailure(
-                source,
-                f"was sending step {unit.step} lane {unit.lane} over {self._channel.name} when that failed [{cause}]",
-            )
-        )
+        what = f"step {unit.step} lane {unit.lane} over {self._channel.name}"
+        self.fail(RankFailure(source, f"was sending {what} when that failed [{brief(error)}]"))

@@ -6,7 +6,8 @@
 #   3. 200 steps of ns-train odin-splatfacto on a sample scene, and ns-eval of the result
 #   4. two ranks on one GPU over gloo: barrier twice and quality once. gsplat sums with atomics, so that even barrier
 #      differs from itself; quality may differ from barrier by three times as much (scripts/gpu_runs.py). Prints seconds,
-#      bytes and where the ranks' time went. One rank is killed once: the job must end within 30 s
+#      bytes and where the ranks' time went. A longer run densifies, with the ranks' copies compared. One rank is killed
+#      once: the job must end within 30 s
 #   5. the same over NCCL, where there are two GPUs
 # Usage: bash scripts/gpu_check.sh [folder for scene and outputs]
 set -euo pipefail
@@ -50,6 +51,9 @@ two_ranks() {
     train "$backend-again" 200 "${ranks[@]}" --pipeline.odin.mode barrier
     train "$backend-quality" 200 "${ranks[@]}" --pipeline.odin.mode quality
     python "$repository/scripts/gpu_runs.py" "$runs/$backend-barrier" "$runs/$backend-again" "$runs/$backend-quality"
+    # with densification; debug compares all ranks' copies, bit by bit, at every structural step
+    train "$backend-densify" 800 "${ranks[@]}" --pipeline.odin.mode quality --pipeline.odin.debug True \
+        --pipeline.model.warmup-length 100 --pipeline.model.refine-every 40
     killed_rank "$backend"
 }
 

@@ -3,8 +3,8 @@
 The kernel is torch's own of ``torch.optim.Adam(fused=True)``; the state stays as stock Adam keeps it without that
 option, with the step count on the CPU, where nobody has to wait for the device to read it. Whole tensors and gathered
 rows go through this one kernel because ranks publish a step in different portions and must end with equal copies:
-torch's unfused operations may round in another way. Against stock Adam values differ in their last digits, by about 1e-7 of a
-moment and of a step's change. Not yet run on a GPU; the same kernel exists for the CPU, where it is tested.
+torch's unfused operations may round in another way. Against stock Adam values differ in their last digits, by about
+1e-7 of a moment and of a step's change. Not yet run on a GPU; the same kernel exists for the CPU, where it is tested.
 """
 
 from __future__ import annotations

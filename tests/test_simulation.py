@@ -219,7 +219,7 @@ def example(views: int = 4, primitives: int = 500) -> Recording:
         active = candidates[drawn.random(len(candidates)) < 0.7]
         mass = drawn.random(len(active)).astype(np.float32)
         sets[view] = ViewSets(candidates, active, np.ones(len(active), np.int32), mass / mass.sum(), len(active) + 3)
-    tasks = np.array([[s, 0, s % views, 0, 9, 8, 7, 0, primitives, 1.0 + (s % views)] for s in range(3 * views)])
+    tasks = np.array([[s, 0, s % views, 0, 9, 8, 7, 0, primitives, 1.0 + (s % views), s] for s in range(3 * views)])
     steps = np.array([[s, 0, 1, 0.1, 0.2, 0.3, 0.0, 0.0] for s in range(3 * views)])
     graph = {
         "indptr": np.array([0, 1, 1, 1, 1]), "indices": np.array([1]), "data": np.array([0.5], np.float32),

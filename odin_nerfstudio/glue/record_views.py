@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 import yaml
 from nerfstudio.engine.callbacks import TrainingCallbackLocation
@@ -42,10 +43,11 @@ def record_checkpoint(load_config: Path, output: Path, repeats: int = 2, block: 
         trainer = _trainer(load_config, Path(scratch))
         recorder = Recorder(trainer.runner.engine)
         _render_views(trainer, recorder, repeats)
-        sets, tasks = dict(recorder.sets), list(recorder.tasks)
+        sets, tasks = dict(recorder.sets), np.array(recorder.tasks)
+        recorder.tasks.clear()
         _take_steps(trainer)
-        recorder.sets, recorder.tasks = sets, tasks
         part = recorder.part()
+        part.sets, part.tasks = sets, tasks
         part.text |= {"how": f"checkpoint at step {trainer._start_step - 1}", "mode": "none"}
         pipeline = trainer.pipeline
         recording = write_recording(

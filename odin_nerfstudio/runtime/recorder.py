@@ -15,7 +15,7 @@ from torch import Tensor
 
 from odin_nerfstudio.runtime import rows
 from odin_nerfstudio.runtime.messages import Contribution, Section
-from odin_nerfstudio.runtime.recording import Overheads, Recording, ViewSets
+from odin_nerfstudio.runtime.recording import Overheads, Recording, ViewSets, seconds_between
 from odin_nerfstudio.runtime.shadow import Shadow, Task
 from odin_nerfstudio.runtime.store import RowLayout, RowTable
 from odin_nerfstudio.runtime.telemetry import StepRecord, now
@@ -94,7 +94,7 @@ class Recorder:
         self.sets[task.view] = sets
         self.tasks.append(
             (task.step, task.lane, task.view, self._engine.transport.rank, len(sets.candidates), len(sets.active),
-             sets.visible, sent, table.count, seconds)
+             sets.visible, sent, table.count, seconds, now())
         )  # fmt: skip
 
     def step(self, record: StepRecord) -> None:
@@ -134,7 +134,7 @@ class Recorder:
         due = [s for s in range(step, step + _AHEAD) if engine.is_structural(s)]
         spent = engine.telemetry.totals["structural"] - self._structural_before
         views = getattr(engine.plan, "views", None) or 1 + max(self.sets, default=0)
-        tasks = np.array(self.tasks, np.float64).reshape(len(self.tasks), 10)
+        tasks = np.array(self.tasks, np.float64).reshape(len(self.tasks), 11)
         return Recording(
             primitives=table.count,
             row_sizes=np.ones(table.count, np.int32),
@@ -143,7 +143,7 @@ class Recorder:
             sets=dict(self.sets),
             tasks=tasks,
             steps=np.array(self.steps, np.float64).reshape(len(self.steps), 8),
-            overheads=self._overheads(table, step, spent / max(1, self._structural)),
+            overheads=self._overheads(table, step, spent / max(1, self._structural), tasks),
             structural_every=(due[-1] - due[0]) // (len(due) - 1) if len(due) > 1 else 0,
             statistics=table.statistics is not None and table.statistics.wanted(step),
             ranks=engine.transport.world_size,
@@ -151,7 +151,7 @@ class Recorder:
             text={"mode": engine.policy.name, "how": "training run"},
         )
 
-    def _overheads(self, table: RowTable, step: int, structural: float) -> Overheads:
+    def _overheads(self, table: RowTable, step: int, structural: float, tasks: np.ndarray) -> Overheads:
         """From the last steps' records, and two measurements of their own."""
         view = next(iter(self.sets), 0)
         mask = table.arrays["mask"]
@@ -175,6 +175,7 @@ class Recorder:
             publish=publish,
             scan=scan,
             structural=structural,
+            between=seconds_between(tasks[-100:], recent),
         )
 
 

@@ -22,8 +22,9 @@ EXACT_IDS = 20_000_000
 BLOCKS = (64, 256)
 """Primitives in a block, where exact ids are too many."""
 
-TASK_FIELDS = ("step", "lane", "view", "rank", "candidates", "active", "visible", "sent", "primitives", "compute")
-"""Columns of `Recording.tasks`; compute: render and backward pass [s]; sent: bytes to all peers."""
+TASK_FIELDS = ("step", "lane", "view", "rank", "candidates", "active", "visible", "sent", "primitives", "compute", "end")
+"""Columns of `Recording.tasks`; compute: render and backward pass [s]; sent: bytes to all peers; end: when the
+contribution was packed, monotonic clock [s]."""
 STEP_FIELDS = ("step", "rank", "tasks", "acquire", "contribute", "publish", "wait", "received")
 """Columns of `Recording.steps`; seconds without waits, but for `wait`; received in bytes."""
 
@@ -58,6 +59,7 @@ class Overheads:
         publish: Publication of all rows of a step.
         scan: One pass over all rows that looks for what may be published.
         structural: The surgery of a structural step.
+        between: Everything outside the runtime's hooks and rendering, per task: images, schedulers, logs.
     """
 
     mark: float = 0.0
@@ -66,6 +68,7 @@ class Overheads:
     publish: float = 0.0
     scan: float = 0.0
     structural: float = 0.0
+    between: float = 0.0
 
 
 @dataclass(eq=False)
@@ -78,7 +81,7 @@ class Recording:
         columns: Gradient columns of an active row on the wire.
         views: Number of training views.
         sets: By view.
-        tasks: One row per recorded task, columns `TASK_FIELDS`. [T, 10] float64
+        tasks: One row per recorded task, columns `TASK_FIELDS`. [T, 11] float64
         steps: One row per step and rank, columns `STEP_FIELDS`. [S, 8] float64
         overheads: See there.
         structural_every: Steps between structural steps, 0 for none seen.
@@ -274,6 +277,18 @@ def merge(parts: Sequence[Recording]) -> Recording:
             "rlg": next((p.rlg for p in parts if p.rlg), {}),
         }
     )
+
+
+def seconds_between(tasks: np.ndarray, steps: np.ndarray) -> float:
+    """Median time per task outside the runtime's hooks and rendering, from the records of one rank with one task per
+    step; 0 where these do not tell. tasks [T, 11], steps [S, 8] as in `Recording`. [s]"""
+    known = {int(s[0]): float(s[3:7].sum()) for s in steps if s[2] == 1}
+    rest = [
+        now[10] - before[10] - now[9] - known[int(now[0])]
+        for before, now in zip(tasks, tasks[1:])
+        if now[0] == before[0] + 1 and int(now[0]) in known
+    ]
+    return max(0.0, float(np.median(rest))) if rest else 0.0
 
 
 def _starts(parts: Sequence[np.ndarray]) -> np.ndarray:

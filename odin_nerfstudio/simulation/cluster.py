@@ -156,7 +156,14 @@ def plan_of(scene: Scene, setup: Setup, order: Order) -> Plan:
     )  # fmt: skip
 
 
-def simulate(scene: Scene, plan: TaskPlan, setup: Setup, mode: Mode, order: str = "given") -> Outcome:
+def simulate(
+    scene: Scene,
+    plan: TaskPlan,
+    setup: Setup,
+    mode: Mode,
+    order: str = "given",
+    seconds: Callable[[Task], float] | None = None,
+) -> Outcome:
     """Run a plan in a mode. Deterministic in its arguments.
 
     Args:
@@ -165,6 +172,7 @@ def simulate(scene: Scene, plan: TaskPlan, setup: Setup, mode: Mode, order: str 
         setup: The job.
         mode: Of synchronization.
         order: Name of the plan's order, for the outcome.
+        seconds: Compute time of a task; None: that of its view, times what the setup and the recording make vary.
 
     Raises:
         ValueError: The mode is unknown, or the plan does not fit the job.
@@ -176,7 +184,7 @@ def simulate(scene: Scene, plan: TaskPlan, setup: Setup, mode: Mode, order: str 
     steps = setup.steps(scene.views) if plan.steps is None else plan.steps
     every = scene.structural_every if setup.structural_every is None else setup.structural_every
     job = Job(
-        setup.ranks, scene, plan, steps, _seconds(scene, setup), setup.lookahead,
+        setup.ranks, scene, plan, steps, seconds or _seconds(scene, setup), setup.lookahead,
         lambda step: every > 0 and (step + 1) % every == 0, _reduces(scene, plan, setup, steps),
     )  # fmt: skip
     clock = Clock()
@@ -190,8 +198,8 @@ def simulate(scene: Scene, plan: TaskPlan, setup: Setup, mode: Mode, order: str 
     clock.run()
     waits: dict[str, float] = defaultdict(float)
     for rank in ranks:
-        for (hazard, _), seconds in rank.telemetry.waits.items():
-            waits[hazard] += seconds
+        for (hazard, _), waited in rank.telemetry.waits.items():
+            waits[hazard] += waited
     return Outcome(
         mode=mode,
         order=order,

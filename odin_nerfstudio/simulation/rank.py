@@ -127,6 +127,7 @@ class SimulatedRank:
             mine = [lane for lane in range(job.plan.views_per_step) if job.plan.rank(step, lane) == self.number]
             tasks = [Task(step, lane, v) for lane in mine if (v := job.plan.view(step, lane)) >= 0]
             for task in tasks:
+                yield job.scene.overheads.between
                 yield from self._acquire(task)
                 seconds = job.seconds(task)
                 self.computed += seconds
@@ -154,7 +155,6 @@ class SimulatedRank:
 
     def _acquire(self, task: Task) -> Process:
         job, frontier, step = self.job, self.frontier, task.step
-        frontier.gate_times.setdefault(step, self._clock.now)
         self.exchange.poll()
         frontier.publish_ready(step)
         mask = self.table.arrays["mask"]

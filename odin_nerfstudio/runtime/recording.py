@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ EXACT_IDS = 20_000_000
 BLOCKS = (64, 256)
 """Primitives in a block, where exact ids are too many."""
 
-TASK_FIELDS = ("step", "lane", "view", "rank", "candidates", "active", "visible", "sent", "primitives", "compute", "end")
+TASK_FIELDS = (
+    "step", "lane", "view", "rank", "candidates", "active", "visible", "sent", "primitives", "compute", "end",
+)  # fmt: skip
 """Columns of `Recording.tasks`; compute: render and backward pass [s]; sent: bytes to all peers; end: when the
 contribution was packed, monotonic clock [s]."""
 STEP_FIELDS = ("step", "rank", "tasks", "acquire", "contribute", "publish", "wait", "received")
@@ -285,7 +288,7 @@ def seconds_between(tasks: np.ndarray, steps: np.ndarray) -> float:
     known = {int(s[0]): float(s[3:7].sum()) for s in steps if s[2] == 1}
     rest = [
         now[10] - before[10] - now[9] - known[int(now[0])]
-        for before, now in zip(tasks, tasks[1:])
+        for before, now in pairwise(tasks)
         if now[0] == before[0] + 1 and int(now[0]) in known
     ]
     return max(0.0, float(np.median(rest))) if rest else 0.0

@@ -28,6 +28,8 @@ from odin_nerfstudio.runtime.travel_order import TravelOrder, Unit
 if TYPE_CHECKING:
     from odin_nerfstudio.runtime.frontier import TaskPlan
 
+_IN_ORDER = (Kind.CONTRIBUTION, Kind.SHARE, Kind.SUMS)
+"""Messages whose bodies `travel_order` knows."""
 _AFTERTHOUGHT = 3.0
 """How long an error of the channel waits for the connections to say which rank is at fault. [s]"""
 
@@ -81,6 +83,8 @@ class OrderedTransport(GlooTransport):
         if body is None:
             super().send(peers, kind, words)
             return
+        if kind not in _IN_ORDER:
+            raise ValueError(f"messages of kind {kind.name} have no place in the order of bodies")
         assert self._channel is not None
         peers = list(peers)
         frame(words, kind, self._step, self._activity, words.shape[0], 1 + body.shape[0])

@@ -47,7 +47,7 @@ def _ceil(x):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(**_OPTIONS)
-def mark(means, log_scales, versions, step, least_lag, reach_means, reach_scales, view, out):  # type: ignore[no-untyped-def]
+def mark(means, log_scales, versions, step, least_lag, reach_means, reach_scales, extra, view, out):  # type: ignore[no-untyped-def]
     """Set out[i] to 1 for rows that may be visible, else 0.
 
     Args:
@@ -55,6 +55,7 @@ def mark(means, log_scales, versions, step, least_lag, reach_means, reach_scales
         versions: [N] int32, or empty: every row lags by least_lag.
         step, least_lag: A row lags by max(step - version, least_lag).
         reach_means, reach_scales: Motion by lag. [L + 1] float32.
+        extra: Further motion of each row's position, or empty: none. [N] float32.
         view: Constants of the view, see `candidates.ViewTest.packed`. float32.
         out: [N] uint8.
 
@@ -73,7 +74,7 @@ def mark(means, log_scales, versions, step, least_lag, reach_means, reach_scales
     longest = reach_means.shape[0] - 1
     if least_lag > longest:
         return -1 - least_lag
-    lagging = versions.shape[0] > 0
+    lagging, further = versions.shape[0] > 0, extra.shape[0] > 0
     px, py, pz = np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.float32)
     largest, flags = np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.int32)
     move = np.full(_BLOCK, reach_means[least_lag], np.float32)
@@ -93,6 +94,11 @@ def mark(means, log_scales, versions, step, least_lag, reach_means, reach_scales
                 lag = max(step - versions_here[k], least_lag)
                 move[k] = reach_means[lag]
                 grow[k] = reach_scales[lag]
+        elif further:
+            move[:] = reach_means[least_lag]
+        if further:
+            for k in range(size):
+                move[k] += extra[start + k]
         for k in range(size):
             px[k], py[k], pz[k] = means_here[k, 0], means_here[k, 1], means_here[k, 2]
             a, b, c = scales_here[k, 0], scales_here[k, 1], scales_here[k, 2]

@@ -119,6 +119,7 @@ def candidate_mask(
     versions: Tensor | None = None,
     step: int = 0,
     least_lag: int = 0,
+    extra: Tensor | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, int]:
     """Rows that the view can make visible (radii > 0) at `step`, though the state given may lack updates before it.
@@ -131,6 +132,7 @@ def candidate_mask(
         versions: Row i lacks the updates of steps versions[i] .. step - 1; None: least_lag of them. [N] int32.
         step: Step of the task.
         least_lag: Treat every row as lacking at least that many updates.
+        extra: How far each row's position can move beyond `motion` (noise, see `noise.PositionNoise`). [N] float32.
         out: Where to write the mask. [N] uint8.
 
     Returns:
@@ -146,19 +148,24 @@ def candidate_mask(
         )
     if versions is not None and (versions.shape != (n,) or versions.dtype != torch.int32):
         raise ValueError(f"versions: {versions.dtype} {tuple(versions.shape)}, expected int32 [{n}]")
+    if extra is not None and (extra.shape != (n,) or extra.dtype != torch.float32):
+        raise ValueError(f"extra: {extra.dtype} {tuple(extra.shape)}, expected float32 [{n}]")
     if out is None:
         out = torch.empty(n, dtype=torch.uint8, device=means.device)
     elif out.shape != (n,) or out.dtype != torch.uint8:
         raise ValueError(f"out: {out.dtype} {tuple(out.shape)}, expected uint8 [{n}]")
     if means.device.type != "cpu":
         out.copy_(
-            candidate_mask_torch(means, log_scales, view, motion, versions=versions, step=step, least_lag=least_lag)
+            candidate_mask_torch(
+                means, log_scales, view, motion, versions=versions, step=step, least_lag=least_lag, extra=extra
+            )
         )
         return out, int(out.sum())
     count = kernels.mark(
         means.detach().numpy(), log_scales.detach().numpy(),
         np.empty(0, np.int32) if versions is None else versions.numpy(), step, least_lag,
-        motion.means, motion.log_scales, view.packed, out.numpy(),
+        motion.means, motion.log_scales, np.empty(0, np.float32) if extra is None else extra.numpy(), view.packed,
+        out.numpy(),
     )  # fmt: skip
     if count < 0:
         _refuse_lag(int(-1 - count), motion)
@@ -197,6 +204,7 @@ def candidate_mask_torch(
     versions: Tensor | None = None,
     step: int = 0,
     least_lag: int = 0,
+    extra: Tensor | None = None,
 ) -> Tensor:
     """`candidate_mask` in torch's operations, for any device: the same test, with other roundings. [N] bool.
 
@@ -213,6 +221,8 @@ def candidate_mask_torch(
     if means.shape[0] and int(lag.max()) >= len(motion.means):
         _refuse_lag(int(lag.max()), motion)
     d = torch.from_numpy(motion.means).to(device)[lag]
+    if extra is not None:
+        d = d + extra
     grow = torch.from_numpy(motion.log_scales).to(device)[lag]
     e = c[15] * (means.abs().sum(1) + d) + c[16]
     # not a matrix product, which may round to TF32

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from odin_nerfstudio.runtime.candidates import MotionBound, ViewTest, adam_motion_bound, candidate_mask
+from odin_nerfstudio.runtime.noise import PositionNoise
 from odin_nerfstudio.runtime.store import RowTable
 
 MAX_LAG = 16
@@ -69,20 +70,25 @@ class VisibilityReads:
     """Where camera poses are trained: how far they can move."""
     means: str = "means"
     scales: str = "scales"
+    noise: PositionNoise | None = None
+    """Where positions get noise: how far it can move them."""
     _motion: tuple[int, MotionBound] | None = field(default=None, init=False)
 
     def mark(self, step: int, view: int, versions: Tensor, least_lag: int, out: Tensor) -> int:
         test = self.view_test(step, view)
         if self.pose is not None:
             test = loosened(test, self.pose.reach(step, view, least_lag))
+        motion = self.motion(step)
+        extra = None if self.noise is None else self.noise.reach(step, versions, least_lag, motion)
         _, count = candidate_mask(
             self.parameters[self.means].detach(),
             self.parameters[self.scales].detach(),
             test,
-            self.motion(step),
+            motion,
             versions=versions,
             step=step,
             least_lag=least_lag,
+            extra=extra,
             out=out,
         )
         return count

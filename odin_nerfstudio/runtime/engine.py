@@ -32,29 +32,18 @@ Public API, in the order of use::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from odin_nerfstudio.runtime import contributions, hazards, rows
+from odin_nerfstudio.runtime.drains import Drains
+from odin_nerfstudio.runtime.engine_options import EngineOptions
 from odin_nerfstudio.runtime.exchange import Exchange
 from odin_nerfstudio.runtime.frontier import Frontier, TaskPlan
-from odin_nerfstudio.runtime.gate import (
-    BARRIER,
-    DRAIN,
-    LOOKAHEAD,
-    STRUCTURAL,
-    Decision,
-    Gate,
-    GatePolicy,
-    QualityPolicy,
-)
-from odin_nerfstudio.runtime.keyed import keyed_randomness
+from odin_nerfstudio.runtime.gate import LOOKAHEAD, Decision, Gate, GatePolicy, QualityPolicy
 from odin_nerfstudio.runtime.publication import Publisher
-from odin_nerfstudio.runtime.ranks import Rank
 from odin_nerfstudio.runtime.recorder import Recorder
 from odin_nerfstudio.runtime.reduction import Traffic
 from odin_nerfstudio.runtime.row_watch import RowWatch
@@ -64,29 +53,7 @@ from odin_nerfstudio.runtime.telemetry import StepRecord, Telemetry, now
 from odin_nerfstudio.runtime.transport import Activity, LocalTransport, Transport
 
 
-@dataclass(frozen=True)
-class EngineOptions:
-    """Settings of an engine; the same on every rank."""
-
-    lookahead: int = 2
-    """A rank starts a task at most this many steps after the oldest incomplete step; bounds memory."""
-    seed: int = 42
-    stall: float = 120.0
-    """Longest wait for a peer that is not busy or paused. [s]"""
-    debug: bool = False
-    """Check hazards at every hook, and all ranks' states at structural steps."""
-    trace: bool = False
-    """Keep spans for a trace file."""
-    reduce: Literal["auto", "always", "never"] = "auto"
-    """Sum rows at their owners instead of sending all to all: where it saves bytes (from 3 ranks on), always or
-    never."""
-
-    def __post_init__(self) -> None:
-        if self.lookahead < 0 or self.stall <= 0 or self.reduce not in ("auto", "always", "never"):
-            raise ValueError(f"lookahead, stall, reduce: {self.lookahead}, {self.stall}, {self.reduce} make no sense")
-
-
-class Engine(Rank):
+class Engine(Drains):
     """Drives the replica of this rank; see the module's text."""
 
     def __init__(
@@ -141,10 +108,6 @@ class Engine(Rank):
                 table.adam_state(name)
         self.transport.follow(plan, start_step)
         self.transport.report(start_step, Activity.TRAINING)
-
-    @property
-    def tables(self) -> Sequence[RowTable]:
-        return self.store.tables
 
     @property
     def current(self) -> int:
@@ -316,87 +279,3 @@ class Engine(Rank):
                 self.frontier.publish_ready(step)
         self._exchange.poll()
         self.frontier.publish_ready(step)
-
-    # -- structural steps and drains
-
-    def drain(self, reason: str = DRAIN) -> None:
-        """Wait until every contribution of the steps so far is applied. Not collective: the others may be ahead.
-
-        Raises:
-            RankFailure: A rank failed or stalled.
-            RuntimeError: Not every staged row was applied exactly once.
-        """
-        if self._open or self._done:
-            raise ValueError(f"drain: step {self.frontier.current} is not published")
-        self._exchange.poll()
-        self.frontier.publish_ready(self.frontier.current - 1)
-        while self.frontier.low < self.frontier.current:
-            self._await(self.frontier.current - 1, Decision(reason, self.frontier.missing()))
-            self.frontier.publish_ready(self.frontier.current - 1)
-        ahead = self.frontier.waiting_rows()
-        staged, applied = self.frontier.staged_rows, self.publisher.applied_rows
-        if staged != applied + ahead:
-            raise RuntimeError(
-                f"drained at step {self.frontier.current} with {staged} rows staged, {applied} applied and {ahead} left"
-            )
-
-    def structural(self, step: int, surgery: Callable[[], None], state: MutableMapping[str, Any]) -> None:
-        """Drain, then change the primitives in the same way on every rank, without communication.
-
-        Args:
-            step: The step just published, for which `is_structural` holds.
-            surgery: Changes the first table's parameters, optimizers and `state` as gsplat's strategies do.
-            state: The strategy's state; a tensor in it takes part in surgery and comes back as the map of parents.
-
-        Raises:
-            ValueError: The step is not structural.
-            RuntimeError: In debug mode, the ranks' states differ.
-        """
-        if step != self.frontier.current - 1 or not self.is_structural(step):
-            raise ValueError(f"structural: step {step} is not the step just published, or not structural")
-        self.drain(STRUCTURAL)
-        if self.options.debug:
-            self.check_ranks()
-        primitives = self.tables[0]
-        begin = now()
-        state["odin_parents"] = torch.arange(primitives.count, device=primitives.device)
-        try:
-            with keyed_randomness(self.options.seed, step, primitives.device):
-                surgery()
-        finally:
-            parents = state.pop("odin_parents")
-        before = primitives.versions.shape[0]
-        primitives.resize(parents, step + 1)
-        if self.frontier.evidence is not None:
-            self.frontier.evidence.resize(parents, before)
-        if self.recorder is not None:
-            self.recorder.resized(parents)
-        self.telemetry.structural(step, begin, now())
-        self._surgery_done = step
-        if self.frontier.traffic is not None:
-            self.frontier.reduced = self.frontier.traffic.decide(self.frontier.reduced)
-        self._exchange.release()
-
-    def use_policy(self, policy: GatePolicy) -> None:
-        """Change the mode between two steps, on all ranks at the same one. For measurements within one run.
-
-        Raises:
-            ValueError: Not drained.
-        """
-        if self.frontier.low != self.frontier.current:
-            raise ValueError(f"use_policy: step {self.frontier.low} is not published; drain first")
-        self.policy = policy
-        self.frontier.use_policy(policy)
-
-    def crosses_structure(self, step: int) -> bool:
-        """Whether a structural step that is still to be done lies before a step."""
-        return any(self.is_structural(s) for s in range(max(self.frontier.low - 1, self._surgery_done + 1), step))
-
-    def _await(self, step: int, decision: Decision) -> None:
-        """Block until a message arrives, and count the wait."""
-        begin, awaited = now(), tuple((a.step, a.lane) for a in decision.awaited)
-        doing = self.telemetry.doing
-        self.telemetry.enter("waiting", step, decision.hazard or BARRIER, awaited)
-        peer = self._exchange.wait(step, decision)
-        self.telemetry.waited(step, decision.hazard or BARRIER, peer, begin, now())
-        self.telemetry.doing = doing

@@ -59,30 +59,36 @@ two_ranks() {
 
 # killed_rank BACKEND: kills one rank of a job that trains, and waits for the job to end
 killed_rank() {
-    local backend="$1" log="$work/killed-$1.log" job victim begin
+    local backend="$1" log="$work/killed-$1.log" job victim begin tries
     limit 150 torchrun --standalone --nproc-per-node 2 -m odin_nerfstudio.train odin-splatfacto --data "$work/object" \
         --max-num-iterations 100000 --vis tensorboard --output-dir "$work/runs" --timestamp "$backend-killed" \
         --machine.device-type cuda --pipeline.odin.backend "$backend" >"$log" 2>&1 &
     job=$!
-    sleep 60 # more than a start takes
-    victim="$(python - <<'PY'
+    for ((tries = 0; tries < 100; tries++)); do # until steps are reported
+        grep -aq "% Done" "$log" && break
+        sleep 1
+    done
+    victim="$(python - "$work/runs" "$backend-killed" <<'PY'
 import os
+import sys
+
+own = {word.encode() for word in sys.argv[1:]}  # arguments of this very job
 for entry in os.scandir("/proc"):
     if entry.name.isdigit():
         try:
             with open(f"/proc/{entry.name}/environ", "rb") as file:
                 words = file.read().split(b"\0")
             with open(f"/proc/{entry.name}/cmdline", "rb") as file:
-                command = file.read()
+                command = file.read().split(b"\0")
         except OSError:
             continue
-        if b"RANK=1" in words and b"odin_nerfstudio.train" in command and b"torchrun" not in command:
+        if b"RANK=1" in words and own <= set(command):
             print(entry.name)
             break
 PY
 )"
     if [ -z "$victim" ]; then
-        echo "no rank 1 found after 60 s; see $log" >&2
+        echo "rank 1 is not there; see $log" >&2
         exit 1
     fi
     begin=$SECONDS

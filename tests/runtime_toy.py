@@ -453,14 +453,14 @@ def run_ranks(
     runs: dict[str, Toy],
     timeout: float = 120,
     during: Callable[[list[Any]], None] | None = None,
+    main: Callable[..., None] = _rank_main,
 ) -> Outcome:
     """Run the same runs, one after the other, in `world_size` processes; every process is gone afterwards."""
     folder.mkdir(parents=True, exist_ok=True)
     context = mp.get_context("spawn")
     begin = time.monotonic()
     processes = [
-        context.Process(target=_rank_main, args=(r, world_size, str(folder), runs), daemon=True)
-        for r in range(world_size)
+        context.Process(target=main, args=(r, world_size, str(folder), runs), daemon=True) for r in range(world_size)
     ]
     for p in processes:
         p.start()

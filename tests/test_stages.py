@@ -27,7 +27,8 @@ def at_once(scene: dict[str, Any], depth: bool, mode: str) -> tuple[Tensor, Tens
     info["means2d"].retain_grad()
     ((image * weights(image)).sum() + alphas.sum()).backward()
     seen = info["radii"][0] > 0
-    return image, info["means2d"].grad[0, seen], info["means2d"].absgrad[0, seen], {k: t.grad for k, t in leaves.items()}
+    means2d = info["means2d"]
+    return image, means2d.grad[0, seen], means2d.absgrad[0, seen], {k: t.grad for k, t in leaves.items()}
 
 
 @pytest.mark.parametrize("parts", [1, 3])

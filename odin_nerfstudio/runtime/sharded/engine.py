@@ -1,0 +1,324 @@
+"""The engine of sharded primitives: the same hooks as `runtime.engine`, over splats instead of rows.
+
+Public API, in the order of use::
+
+    engine = ShardedEngine(plan, table, ids, total, projector, transport, QualityPolicy(), EngineOptions(...),
+                           is_structural=strategy_acts_at, is_fence=saves_or_evaluates_after, start_step=first)
+    for step in range(first, last):
+        for word in engine.due(step): ...
+        for task in engine.tasks(step):
+            mine = engine.acquire(task)                    # hook 1: waits for every owner's splats of the view
+            image, alphas, info = mine.splats.rasterize()  # forward, backward on these
+            engine.contribute(task, mine, info)            # hook 2: splats' gradients go back to their owners
+        engine.publish(step)                               # hook 3
+        if strategy_acts_at(step):
+            engine.structural(step, surgery, strategy_state)
+        if saves_or_evaluates_after(step):                 # a fence: no row is published beyond it
+            engine.drain()
+
+`table` holds this rank's rows only; `ids` are their places in the whole model of `total` rows. Every step after which
+the state of all rows is looked at is a fence, on all ranks; structural steps and the last one are fences by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from odin_nerfstudio.runtime.engine import EngineOptions
+from odin_nerfstudio.runtime.frontier import Frontier, TaskPlan
+from odin_nerfstudio.runtime.gate import (
+    BARRIER,
+    DRAIN,
+    LOOKAHEAD,
+    RAW,
+    STRUCTURAL,
+    Awaited,
+    Decision,
+    GatePolicy,
+    QualityPolicy,
+)
+from odin_nerfstudio.runtime.keyed import keyed_randomness
+from odin_nerfstudio.runtime.publication import Publisher
+from odin_nerfstudio.runtime.ranks import Rank
+from odin_nerfstudio.runtime.shadow import Task
+from odin_nerfstudio.runtime.sharded.exchange import ShardExchange
+from odin_nerfstudio.runtime.sharded.numbering import SEGMENTS, Masks, new_ids
+from odin_nerfstudio.runtime.sharded.owner import Owner, Projector
+from odin_nerfstudio.runtime.sharded.views import MergedView, ViewTask, norms_of
+from odin_nerfstudio.runtime.store import PublishedStore, RowTable
+from odin_nerfstudio.runtime.telemetry import StepRecord, Telemetry, now
+from odin_nerfstudio.runtime.transport import Activity, LocalTransport, Transport
+
+PARENTS, SEGMENT = "odin_parents", "odin_segments"
+"""Tensors in a strategy's state during surgery: the old row of each row, and its segment (`numbering`)."""
+
+
+class ShardedEngine(Rank):
+    """Drives this rank's shard and its views; see the module's text."""
+
+    def __init__(
+        self,
+        plan: TaskPlan,
+        table: RowTable,
+        ids: Tensor,
+        total: int,
+        projector: Projector,
+        transport: Transport | None = None,
+        policy: GatePolicy | None = None,
+        options: EngineOptions | None = None,
+        is_structural: Callable[[int], bool] = lambda step: False,
+        is_fence: Callable[[int], bool] = lambda step: False,
+        start_step: int = 0,
+    ) -> None:
+        """
+        Args:
+            ids: Place in the whole model of each row of the table, ascending. [n] int32.
+
+        Raises:
+            ValueError: More than 255 lanes, or ids that do not fit the table.
+        """
+        if not 1 <= plan.views_per_step <= 255:
+            raise ValueError(f"views per step: {plan.views_per_step} lanes are not within 1 to 255")
+        if ids.shape != (table.count,) or ids.dtype != torch.int32:
+            raise ValueError(f"ids: {ids.dtype} {tuple(ids.shape)}, expected int32 [{table.count}]")
+        self.plan, self.store = plan, PublishedStore([table])
+        self.transport: Transport = transport or LocalTransport()
+        self.options = options or EngineOptions()
+        self.policy: GatePolicy = policy or QualityPolicy()
+        self.lookahead = 2 * self.options.lookahead + 1  # for announcements: owners run ahead of their rank
+        self.is_structural, self._is_fence = is_structural, is_fence
+        self.telemetry = Telemetry(self.transport.rank, self.options.trace)
+        self.publisher = Publisher([table], self.options.debug)
+        self._released = start_step
+        self._exchange = ShardExchange(self)
+        self.owner = Owner(
+            plan,
+            table,
+            ids,
+            total,
+            self.policy,
+            self.publisher,
+            self.telemetry,
+            projector,
+            self.options.lookahead,
+            self._limit,
+            self._exchange.ship,
+            start_step,
+        )
+        self.frontier = cast(Frontier, self.owner)
+        self._open: set[tuple[int, int]] = set()
+        self._done: set[tuple[int, int]] = set()
+        self.store.start(start_step)
+        for name in table.names:
+            table.adam_state(name)
+        self.transport.report(start_step, Activity.TRAINING)
+
+    @property
+    def table(self) -> RowTable:
+        """This rank's primitives."""
+        return self.store.tables[0]
+
+    @property
+    def exchange_of_shards(self) -> ShardExchange:
+        """This rank's side of all messages."""
+        return self._exchange
+
+    @property
+    def current(self) -> int:
+        """The step that this rank works on: its views of all older ones are rendered."""
+        return self.owner.current
+
+    @property
+    def low(self) -> int:
+        """The oldest step that is not published entirely on this rank's rows."""
+        return self.owner.low
+
+    def tasks(self, step: int) -> list[Task]:
+        """This rank's tasks of a step, in lane order."""
+        mine = [n for n in range(self.plan.views_per_step) if self.plan.rank(step, n) == self.transport.rank]
+        return [Task(step, n, v) for n in mine if (v := self.plan.view(step, n)) >= 0]
+
+    def on_step(self, call: Callable[[StepRecord], None]) -> None:
+        """Have a function called with the record of every step that is published entirely."""
+        self.owner.on_step = call
+
+    def is_fence(self, step: int) -> bool:
+        """Whether the state after a step is looked at before anything of the next one is published."""
+        last = self.plan.steps is not None and step == self.plan.steps - 1
+        return last or self.is_structural(step) or self._is_fence(step) or self._exchange.takes_effect(step + 1)
+
+    def _limit(self) -> int:
+        """The next fence that this rank has not passed."""
+        step, end = self._released, self.owner.low + self.options.lookahead
+        while step < end and not self.is_fence(step):
+            step += 1
+        return step
+
+    def _release(self, step: int) -> None:
+        """This rank begins a step: whatever was to be done after the one before is done."""
+        if step > self._released:
+            self._released = step
+            self.owner.changed = True
+
+    # -- hook 1
+
+    def acquire(self, task: Task) -> ViewTask:
+        """Wait until every owner's splats of the view are here, and merge them.
+
+        Raises:
+            RankFailure: A rank failed or stalled.
+            ValueError: The task is not one of the current step's.
+        """
+        if task.step != self.current or (task.step, task.lane) in self._open | self._done:
+            raise ValueError(f"acquire: {task} is out of order; this rank works on step {self.current}")
+        self._release(task.step)
+        record = self.telemetry.record(task.step)
+        self._serve()
+        key, everyone = (task.step, task.lane), range(self.transport.world_size)
+        hazard = RAW if self.policy.partial else BARRIER
+        met = False
+        while len(found := self._exchange.splats.get(key, {})) < self.transport.world_size:
+            if not met:
+                met = True
+                record.conflicts += 1
+            late = tuple(Awaited(task.step, -1 - r) for r in everyone if r not in found)
+            self._await(task.step, Decision(hazard, late))
+        begin = now()
+        merged = MergedView(self._exchange.splats.pop(key), self.owner.projector.view(task.step, task.view))
+        self._open.add(key)
+        end = now()
+        record.acquire += end - begin
+        record.tasks += 1
+        self.telemetry.enter("computing", task.step)
+        return ViewTask(task, merged, end)
+
+    # -- hook 2
+
+    def contribute(self, task: Task, mine: ViewTask, info: Mapping[str, Any] | None = None) -> None:
+        """Send what the task's backward pass left in the splats back to their owners.
+
+        info: gsplat's ``meta`` of the view, for the statistics.
+
+        Raises:
+            NonFiniteGradient: Some gradient is not finite.
+            ValueError: The task was not acquired.
+        """
+        key = (task.step, task.lane)
+        if key not in self._open:
+            raise ValueError(f"contribute: {task} was not acquired")
+        begin = now()
+        record = self.telemetry.record(task.step)
+        record.compute += begin - mine.started
+        self.telemetry.enter("updating", task.step)
+        facts = {"step": task.step, "lane_number": task.lane, "view": task.view}
+        self.telemetry.span("task", mine.started, begin, "main", **facts)
+        norms = norms_of(self.table.statistics, task.step, info, mine.splats.count)
+        self._open.discard(key)
+        self._done.add(key)
+        packets = mine.merged.gradients(task, norms)
+        me = self.transport.rank
+        for rank in sorted(packets, key=lambda r: (r == me, r)):  # the others first: they may be waiting
+            if packets[rank].count:
+                record.sent += self._exchange.send_gradients(rank, packets[rank])
+        record.contribute += now() - begin
+        self._serve()
+
+    # -- hook 3
+
+    def publish(self, step: int) -> None:
+        """Declare that every task of a step of this rank has contributed.
+
+        Raises:
+            ValueError: It is not the current step, or tasks of it have not contributed.
+        """
+        missing = [t for t in self.tasks(step) if (t.step, t.lane) not in self._done]
+        if step != self.current or missing or self._open:
+            raise ValueError(
+                f"publish: step {step} is not the current step {self.current}, or tasks are missing: {missing}"
+            )
+        self._done.clear()
+        self._release(step)
+        self.owner.current = step + 1
+        self.transport.report(step + 1, Activity.TRAINING)
+        self._serve()
+        while self.low < step - self.options.lookahead:
+            self._await(step, Decision(LOOKAHEAD, self.owner.missing()))
+
+    # -- structural steps and drains
+
+    def drain(self, reason: str = DRAIN) -> None:
+        """Wait until every gradient of the steps so far is applied to this rank's rows.
+
+        Raises:
+            RankFailure: A rank failed or stalled.
+            ValueError: The step just published is no fence.
+            RuntimeError: Not every staged row was applied exactly once.
+        """
+        if self._open or self._done:
+            raise ValueError(f"drain: step {self.current} is not published")
+        if self.current > self._released and not self.is_fence(self.current - 1):
+            raise ValueError(f"drain: step {self.current - 1} is no fence; owners may be beyond it")
+        self._serve()
+        while self.low < self.current:
+            self._await(self.current - 1, Decision(reason, self.owner.missing()))
+        ahead, staged, applied = self.owner.waiting_rows(), self.owner.staged_rows, self.publisher.applied_rows
+        if staged != applied + ahead:
+            raise RuntimeError(
+                f"drained at step {self.current} with {staged} rows staged, {applied} applied and {ahead} left"
+            )
+
+    def structural(self, step: int, surgery: Callable[[], None], state: MutableMapping[str, Any]) -> None:
+        """Drain, change this rank's primitives, and agree with the others on the numbers of all rows. Collective.
+
+        Args:
+            step: The step just published, for which `is_structural` holds.
+            surgery: Changes the table's parameters, optimizers and `state` as gsplat's strategies do, so that all ranks
+                together do what one would do to the whole model (`surgery.ShardStrategy`).
+            state: The strategy's state; tensors in it take part in surgery.
+
+        Raises:
+            ValueError: The step is not structural.
+        """
+        if step != self.current - 1 or not self.is_structural(step):
+            raise ValueError(f"structural: step {step} is not the step just published, or not structural")
+        self.drain(STRUCTURAL)
+        begin, table, owner = now(), self.table, self.owner
+        before = table.count
+        state[PARENTS] = torch.arange(before)
+        state[SEGMENT] = torch.zeros(before, dtype=torch.uint8)
+        try:
+            with keyed_randomness(self.options.seed, step, table.device):
+                surgery()
+        finally:
+            parents, segments = state.pop(PARENTS), state.pop(SEGMENT)
+        masks = Masks(SEGMENTS, owner.total)
+        old = owner.ids[parents]
+        for segment in range(SEGMENTS):
+            masks.set(segment, old[segments == segment])
+        masks.words = self._exchange.union(masks.words)
+        table.resize(parents, step + 1)
+        ids, total = new_ids(masks, segments, old)
+        owner.take_rows(ids, total, step + 1)
+        if owner.evidence is not None:
+            owner.evidence.resize(parents, before)
+        self.telemetry.structural(step, begin, now())
+
+    # -- work for others
+
+    def _serve(self) -> None:
+        """Take in what has arrived, and do all that may be done with it."""
+        self._exchange.poll()
+        self.owner.advance()
+
+    def _await(self, step: int, decision: Decision) -> None:
+        """Block until a message arrives, count the wait, and do all that may be done now."""
+        begin, awaited = now(), tuple((a.step, a.lane) for a in decision.awaited)
+        self.telemetry.enter("waiting", step, decision.hazard or BARRIER, awaited)
+        peer = self._exchange.wait(step, decision)
+        self.telemetry.waited(step, decision.hazard or BARRIER, peer, begin, now())
+        self.telemetry.enter("updating", step)
+        self.owner.advance()

@@ -1,0 +1,313 @@
+"""A small scene with the real CPU rasterizer, trained replicated or sharded; ranks are real processes.
+
+Primitives lie along a strip, each view looks at a part of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from gsplat.strategy import DefaultStrategy
+from runtime_toy import Outcome, Toy, ToyPlan, run_ranks
+from torch import Tensor
+
+from odin_nerfstudio.rendering import rasterization
+from odin_nerfstudio.rendering.stages import Projection, StageView, project
+from odin_nerfstudio.runtime.candidates import ViewTest
+from odin_nerfstudio.runtime.engine import Engine, EngineOptions
+from odin_nerfstudio.runtime.faults import EXIT_CODE, FaultLimits, RankFailure
+from odin_nerfstudio.runtime.gloo import GlooTransport
+from odin_nerfstudio.runtime.keyed import derive_seed
+from odin_nerfstudio.runtime.policies import make_policy
+from odin_nerfstudio.runtime.reads import MAX_LAG, VisibilityReads
+from odin_nerfstudio.runtime.sharded.engine import ShardedEngine
+from odin_nerfstudio.runtime.sharded.surgery import ShardStrategy
+from odin_nerfstudio.runtime.statistics import DensificationStatistics
+from odin_nerfstudio.runtime.store import DenseTerm, RowTable
+from odin_nerfstudio.runtime.throughput import DelayLimits
+from odin_nerfstudio.runtime.transport import LocalTransport
+
+WIDTH, HEIGHT = 48, 32
+
+
+@dataclass(frozen=True)
+class Run(Toy):
+    """One run of the sharded toy; what `Toy` says of discs holds for splats."""
+
+    primitives: int = 500
+    steps: int = 26
+    placement: str = "sharded"
+    absgrad: bool = True
+    antialiased: bool = False
+    scattered: bool = False
+    """Owners by turns instead of by position."""
+
+
+class SplatScene:
+    """Parameters, optimizers, strategy and cameras; of some rows of the model, or of all."""
+
+    def __init__(self, run: Run, rows: Tensor | None = None) -> None:
+        self.run = run
+        g = torch.Generator().manual_seed(run.seed)
+        n, length = run.primitives, 2.0 * run.views
+
+        def rand(*shape: int) -> Tensor:
+            return torch.rand(*shape, generator=g)
+
+        values = {
+            "means": torch.cat((rand(n, 1) * length, rand(n, 1) * 2 - 1, 2 + 2 * rand(n, 1)), 1),
+            "scales": torch.log(0.03 + 0.1 * rand(n, 3)),
+            "quats": rand(n, 4) - 0.5,
+            "opacities": torch.logit(0.2 + 0.6 * rand(n, 1)),
+            "features_dc": rand(n, 3),
+            "features_rest": torch.zeros(n, 3, 3),
+        }
+        self.targets = rand(run.views, 4, 6, 3).repeat_interleave(8, 1).repeat_interleave(8, 2)
+        if rows is not None:
+            values = {k: v[rows] for k, v in values.items()}
+        self.rates = {
+            "means": 2e-2, "scales": 1e-2, "quats": 5e-3, "opacities": 5e-2, "features_dc": 2e-2, "features_rest": 5e-3,
+        }  # fmt: skip
+        self.parameters = torch.nn.ParameterDict({k: torch.nn.Parameter(v) for k, v in values.items()})
+        self.optimizers = {k: torch.optim.Adam([p], lr=self.rates[k], eps=1e-15) for k, p in self.parameters.items()}
+        settings = {
+            "prune_opa": 0.05, "grow_grad2d": 0.012, "grow_scale3d": 0.1, "prune_scale3d": 1.0, "refine_start_iter": 5,
+            "refine_every": run.refine_every, "reset_every": run.reset_every, "refine_stop_iter": 10**6,
+            "absgrad": run.absgrad, "verbose": False,
+        }  # fmt: skip
+        self.strategy = ShardStrategy(**settings)
+        self.stock = Fed(**settings)
+        self.state = self.strategy.initialize_state(1.0)
+
+    def structural(self, step: int) -> bool:
+        s = self.strategy
+        return (step > s.refine_start_iter and step % s.refine_every == 0) or step % s.reset_every == 0
+
+    def schedule(self, step: int) -> dict[str, float]:
+        return {k: r * 0.99**step for k, r in self.rates.items()}
+
+    @staticmethod
+    def degree(step: int) -> int:
+        return min(1, step // 8)
+
+    def columns(self, step: int) -> dict[str, int]:
+        return {"features_rest": 9 * self.degree(step)}
+
+    def view(self, step: int, view: int) -> StageView:
+        center = -100.0 if self.run.empty_view and view == 0 else 2.0 * view + 1.0
+        matrix = torch.eye(4)
+        matrix[0, 3] = -center
+        K = torch.tensor([[60.0, 0, WIDTH / 2], [0, 60.0, HEIGHT / 2], [0, 0, 1]])
+        return StageView(matrix, K, WIDTH, HEIGHT, with_depth=True, antialiased=self.run.antialiased)
+
+    def padding(self, view: int) -> dict[str, Tensor]:
+        row = {k: torch.zeros(p.shape[1:]) for k, p in self.parameters.items()}
+        return row | {"means": torch.tensor([2.0 * view, 0.0, -10.0]), "quats": torch.tensor([1.0, 0, 0, 0])}
+
+    def inputs(self, step: int, leaves: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        bands = (self.degree(step) + 1) ** 2 - 1
+        colors = torch.cat((leaves["features_dc"][:, None], leaves["features_rest"][:, :bands]), 1)
+        opacities = torch.sigmoid(leaves["opacities"]).squeeze(-1)
+        return leaves["means"], leaves["quats"], torch.exp(leaves["scales"]), opacities, colors
+
+    def project(self, step: int, view: StageView, leaves: Mapping[str, Tensor]) -> Projection:
+        return project(*self.inputs(step, leaves), self.degree(step), view)
+
+    def render(self, step: int, view: StageView, leaves: Mapping[str, Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        return rasterization(
+            *self.inputs(step, leaves), view.viewmat[None], view.K[None], WIDTH, HEIGHT, sh_degree=self.degree(step),
+            render_mode="RGB+ED", absgrad=self.run.absgrad,
+            rasterize_mode="antialiased" if view.antialiased else "classic",
+        )  # fmt: skip
+
+    def loss(self, image: Tensor, alphas: Tensor, step: int, lane: int, view: int) -> Tensor:
+        g = torch.Generator().manual_seed(derive_seed(step, lane))
+        rgb = image[0, ..., :3] + (1 - alphas[0]) * torch.rand(3, generator=g)
+        depth = (image[0, ..., 3:] * (alphas[0].detach() > 0.1)).mean() * 1e-3
+        return (((rgb - self.targets[view]) ** 2).mean() + depth) / self.run.lanes
+
+    def surgery(self, step: int, strategy: DefaultStrategy) -> None:
+        strategy.step_post_backward(self.parameters, dict(self.optimizers), self.state, step, {}, packed=False)  # type: ignore[arg-type]
+
+
+class Fed(DefaultStrategy):
+    """The stock strategy without its statistics, which the runtime keeps."""
+
+    def _update_state(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def elongation(step: int, total: int, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gradient of the mean over all primitives of (range of log scales - 0.7)+."""
+    scales = values["scales"].detach().clone().requires_grad_(True)
+    (torch.clamp(scales.max(1).values - scales.min(1).values - 0.7, min=0).sum() * (0.1 / total)).backward()
+    assert scales.grad is not None
+    return {"scales": scales.grad}
+
+
+def make_table(scene: SplatScene, total: Any = None) -> RowTable:
+    tests: dict[int, ViewTest] = {}
+
+    def view_test(step: int, view: int) -> ViewTest:
+        if view not in tests:
+            v = scene.view(step, view)
+            tests[view] = ViewTest.of(v.viewmat, v.K, WIDTH, HEIGHT, near=0.01, max_lag=MAX_LAG)
+        return tests[view]
+
+    term = elongation if total is None else lambda step, _, values: elongation(step, total(), values)
+    return RowTable(
+        "primitives", scene.parameters, scene.optimizers,
+        VisibilityReads(scene.parameters, scene.schedule, view_test), scene.schedule, scene.padding, 64,
+        scene.columns, [DenseTerm("elongation", lambda step: step % 4 == 2, term)],
+        DensificationStatistics(scene.state, absgrad=scene.run.absgrad),
+    )  # fmt: skip
+
+
+def policy_of(run: Run) -> Any:
+    return make_policy(run.mode, DelayLimits(run.max_delay, run.max_overlap, run.max_impact))
+
+
+def replicated(run: Run, transport: Any) -> dict[str, Tensor]:
+    """The whole run with the replicated engine."""
+    scene = SplatScene(run)
+    options = EngineOptions(run.lookahead, run.seed, stall=run.stall)
+    engine = Engine(
+        ToyPlan(run, transport.world_size), [make_table(scene)], transport, policy_of(run), options, scene.structural
+    )
+    for step in range(run.steps):
+        for task in engine.tasks(step):
+            shadow = engine.acquire(task)
+            view = scene.view(step, task.view)
+            image, alphas, info = scene.render(step, view, shadow["primitives"].leaves)
+            info["means2d"].retain_grad()
+            scene.loss(image, alphas, step, task.lane, task.view).backward()
+            engine.contribute(task, shadow, {**info, "n_cameras": run.lanes})
+        engine.publish(step)
+        if scene.structural(step):
+            engine.structural(step, lambda: scene.surgery(step, scene.stock), scene.state)  # noqa: B023
+    engine.drain()
+    return state_of(scene)
+
+
+def state_of(scene: SplatScene) -> dict[str, Tensor]:
+    """Parameters, moments and statistics of the scene's rows."""
+    out = {k: v for k, v in scene.state.items() if isinstance(v, Tensor)}
+    for k, p in scene.parameters.items():
+        out[k] = p.detach()
+        out |= {f"{k}.{name}": v for name, v in scene.optimizers[k].state[p].items()}
+    return out
+
+
+def owners_of(run: Run, ranks: int) -> Tensor:
+    """Owner of each row at the start."""
+    rows = torch.arange(run.primitives)
+    if run.scattered:
+        return rows * 7 % 11 % ranks
+    x = SplatScene(run).parameters["means"].detach()[:, 0]
+    return (x / (2.0 * run.views) * ranks).long().clamp(max=ranks - 1)
+
+
+def sharded(run: Run, transport: Any) -> ShardedEngine:
+    """The whole run of one rank with the sharded engine."""
+    ids = (owners_of(run, transport.world_size) == transport.rank).nonzero().flatten()
+    scene = SplatScene(run, ids)
+    options = EngineOptions(run.lookahead, run.seed, stall=run.stall, debug=run.debug)
+    holder: list[ShardedEngine] = []
+    table = make_table(scene, lambda: holder[0].owner.total)
+    engine = ShardedEngine(
+        ToyPlan(run, transport.world_size), table, ids.int(), run.primitives, scene, transport, policy_of(run), options,
+        scene.structural,
+    )  # fmt: skip
+    holder.append(engine)
+    scene.strategy.engine = engine
+    engine.scene = scene  # type: ignore[attr-defined]
+    kind, rank, when = [*run.fault.split(":"), "", "-1", "-1"][:3] if run.fault.count(":") == 2 else ("", "-1", "-1")
+    rng = np.random.default_rng(transport.rank)
+    for step in range(run.steps):
+        if step == int(when) and transport.rank == int(rank):
+            from runtime_toy import misbehave
+
+            misbehave(kind)
+        for task in engine.tasks(step):
+            mine = engine.acquire(task)
+            image, alphas, info = mine.splats.rasterize(absgrad=run.absgrad, expected_depth=True)
+            scene.loss(image, alphas, step, task.lane, task.view).backward()
+            if run.jitter:
+                time.sleep(float(rng.exponential(run.jitter)))
+            engine.contribute(task, mine, {**info, "n_cameras": run.lanes})
+        engine.publish(step)
+        if scene.structural(step):
+            engine.structural(step, lambda: scene.surgery(step, scene.strategy), scene.state)  # noqa: B023
+    engine.drain()
+    return engine
+
+
+def gathered(engine: ShardedEngine, folder: Path) -> None:
+    """Leaves this rank's rows in a file; `collected` puts the files of all ranks together."""
+    rows = {"ids": engine.owner.ids, "total": engine.owner.total, **state_of(engine.scene)}  # type: ignore[attr-defined]
+    torch.save(rows, folder / f"rows.{engine.transport.rank}")
+
+
+def collected(folder: Path) -> dict[str, Tensor]:
+    """The whole model's state from all ranks' files."""
+    parts = [torch.load(p) for p in sorted(folder.glob("rows.*"))]
+    total = parts[0]["total"]
+    assert sorted(torch.cat([p["ids"] for p in parts]).tolist()) == list(range(total))
+    out = {}
+    for name, value in parts[0].items():
+        if name in ("ids", "total"):
+            continue
+        out[name] = value if value.dim() == 0 else value.new_empty((total, *value.shape[1:]))
+        for p in parts:
+            assert value.dim() or torch.equal(p[name], value)
+            if value.dim():
+                out[name][p["ids"].long()] = p[name]
+    return out
+
+
+def _rank_main(rank: int, world_size: int, folder: str, runs: dict[str, Run]) -> None:
+    torch.set_num_threads(1)
+    out = Path(folder)
+    try:
+        if world_size > 1:
+            dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
+        for name, run in runs.items():
+            (out / name).mkdir(exist_ok=True)
+            limits = FaultLimits(stall=run.stall, heartbeat=min(1.0, run.stall / 6), exit_grace=8.0)
+            transport = GlooTransport(limits) if world_size > 1 else LocalTransport()
+            engine = None
+            try:
+                engine = sharded(run, transport)
+                gathered(engine, out / name)
+                totals = engine.collect()
+                if rank == 0:
+                    (out / name / "totals.json").write_text(json.dumps(totals))
+                engine.close()
+            except Exception as error:
+                transport.abort(f"raised {type(error).__name__}: {error}", getattr(error, "rank", None))
+                raise
+    except RankFailure as failure:
+        (out / f"failure.{rank}").write_text(f"{failure.rank}\n{failure}")
+        os._exit(EXIT_CODE)
+    except Exception:
+        (out / f"error.{rank}").write_text(traceback.format_exc())
+        os._exit(1)
+
+
+def run_sharded(ranks: int, folder: Path, runs: dict[str, Run], timeout: float = 300) -> Outcome:
+    """Run the same runs, one after the other, in `ranks` processes."""
+    return run_ranks(ranks, folder, runs, timeout, main=_rank_main)
+
+
+__all__ = ["Run", "collected", "dataclasses", "replicated", "run_sharded"]

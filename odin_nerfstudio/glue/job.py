@@ -11,6 +11,7 @@ from odin_nerfstudio.glue import restart
 from odin_nerfstudio.glue.checkpoint import CheckpointError, find_checkpoint, read_checkpoint
 from odin_nerfstudio.glue.devices import check_backend
 from odin_nerfstudio.glue.launch import Place, broadcast_text, check_machines, divide_threads, use_own_worker
+from odin_nerfstudio.glue.model_options import refusal
 from odin_nerfstudio.glue.scale_schedule import scale_schedule
 from odin_nerfstudio.glue.warm_up import warm_up_kernels
 
@@ -40,6 +41,8 @@ def prepare(config: OdinTrainerConfig) -> None:
     options, machine = config.pipeline.odin, config.machine
     check_machines(machine)
     _refuse_unsupported(config)
+    if (reason := refusal(config.pipeline.model)) is not None:
+        raise SystemExit(f"Error: {reason}")
     if machine.device_type == "cuda" and not torch.cuda.is_available():
         raise SystemExit("Error: --machine.device-type cuda, but torch finds no CUDA device; use cpu")
     check_backend(options.backend, machine.device_type, local_ranks(config))
@@ -67,7 +70,7 @@ def prepare(config: OdinTrainerConfig) -> None:
         divide_threads(local_ranks(config))
         use_own_worker()
     if machine.device_type == "cpu" and Place.of_torchrun() is None:
-        warm_up_kernels()
+        warm_up_kernels(config.pipeline.model)
 
 
 def agree_on_folder(config: OdinTrainerConfig) -> None:
@@ -126,6 +129,10 @@ def _refuse_unsupported(config: OdinTrainerConfig) -> None:
     for option, (used, reason) in reasons.items():
         if used:
             raise SystemExit(f"Error: {option} does not go with Odin: {reason}")
+    of_method = getattr(config.pipeline.model, "refusals", dict)()
+    for option, (used, reason) in of_method.items():
+        if used:
+            raise SystemExit(f"Error: {option} does not go with {config.method_name}: {reason}")
     for group, settings in config.optimizers.items():
         if settings["optimizer"].max_norm is not None:
             raise SystemExit(

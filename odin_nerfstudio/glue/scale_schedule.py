@@ -20,6 +20,8 @@ MODEL_INTERVALS = (
     "sh_degree_interval",
     "stop_screen_size_at",
     "stop_split_at",
+    "normal_start_iter",
+    "distortion_start_iter",
 )
 """Fields of the model config that count steps (opacity resets count refinements, so they follow)."""
 

@@ -23,7 +23,7 @@ from odin_nerfstudio.runtime.throughput import DelayLimits
 
 ROUNDING = 1.01
 """Shares are kept with 8 bits."""
-SAMPLE = 5
+SAMPLE = 20
 """Of every so many rows read, the bits of one are kept."""
 
 

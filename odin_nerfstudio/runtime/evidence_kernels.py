@@ -150,6 +150,16 @@ def add_unknown(total, ids, member):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(**_OPTIONS)
+def meets(ids, member, total):  # type: ignore[no-untyped-def]
+    """Whether one of the ids has a byte in `member` and a `total` above zero."""
+    for k in range(ids.shape[0]):
+        i = ids[k]
+        if member[i] != 0 and total[i] > 0:
+            return True
+    return False
+
+
+@numba.njit(**_OPTIONS)
 def overlap_known(ids, shares, late, total):  # type: ignore[no-untyped-def]
     """Over ids marked late: sum of min(share, total), the largest of them, and how many are not zero."""
     harm, peak, n = 0.0, np.float32(0), 0

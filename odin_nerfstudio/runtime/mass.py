@@ -137,6 +137,13 @@ def add_unknown(total: Tensor, ids: Tensor, member: Tensor) -> None:
         total[ids[member[ids.long()] != 0].long()] += 1
 
 
+def meets(ids: Tensor, member: Tensor, total: Tensor) -> bool:
+    """Whether one of the ids has a byte in `member` and a `total` above zero."""
+    if on_cpu(total):
+        return bool(kernels.meets(ids.numpy(), member.numpy(), total.numpy()))
+    return bool(((member[ids.long()] != 0) & (total[ids.long()] > 0)).any())
+
+
 def overlap(mass: Mass | None, late_ids: Tensor, late: Tensor, total: Tensor) -> tuple[float, float, int]:
     """Over late rows: sum of min(share, total), the largest of these, and how many are not zero.
 

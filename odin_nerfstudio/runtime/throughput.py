@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from odin_nerfstudio.runtime import mass
-from odin_nerfstudio.runtime.evidence import Evidence, Shares
+from odin_nerfstudio.runtime.evidence import Evidence
 from odin_nerfstudio.runtime.gate import OPEN, RAW, Awaited, Decision, DelayedRead, Gate
 from odin_nerfstudio.runtime.staging import Phase, StepStaging
 from odin_nerfstudio.runtime.store import RowTable
@@ -113,56 +113,46 @@ class ThroughputPolicy:
         self, gate: Gate, steps: list[StepStaging], scratch: _Scratch, late: Tensor, delay: int
     ) -> Decision:
         """Admit the read of the late rows, or wait for those that carry the mass."""
-        reader = self.evidence.of(gate.view)
-        known = None if reader is None else reader.mass
-        for staged in steps:
-            for number in staged.missing():
-                self._add(staged, number, scratch, late)
-        harm, peak, rows = mass.overlap(known, late, scratch.late, scratch.total)
-        self._clear(steps, scratch, late)
+        shares = self.evidence.of(gate.view)
+        reader, total = None if shares is None else shares.mass, scratch.total
+        for _, writer, member in self._pending(steps, scratch):
+            if writer is None:
+                mass.add_unknown(total, late, member)
+            else:
+                mass.add(total, writer, member)
+        harm, peak, rows = mass.overlap(reader, late, scratch.late, total)
+        for _, writer, _ in self._pending(steps, scratch):
+            mass.fill_at(total, late if writer is None else writer[0], 0)
         if harm < self.limits.max_overlap and peak <= self.limits.max_impact:
             return Decision(delayed=DelayedRead(gate.view, int(late.shape[0]), delay, harm, peak))
-        awaited = []
-        for staged in steps:
-            for number in staged.missing():
-                self._add(staged, number, scratch, late)
-                if mass.overlap(known, late, scratch.late, scratch.total)[2]:
-                    awaited.append(Awaited(staged.step, number))
-                self._clear([staged], scratch, late)
+        if reader is None:
+            mass.add_unknown(total, late, scratch.late)
+        else:
+            mass.add(total, reader, scratch.late)
+        awaited = [
+            task
+            for task, writer, member in self._pending(steps, scratch)
+            if mass.meets(late if writer is None else writer[0], member, total)
+        ]
+        mass.fill_at(total, late if reader is None else reader[0], 0)
         return Decision(RAW, tuple(awaited), rows)
 
-    def _writer(self, staged: StepStaging, number: int) -> Shares | None:
-        return self.evidence.of(staged.views[number]) if number >= 0 else None
-
-    def _add(self, staged: StepStaging, number: int, scratch: _Scratch, late: Tensor) -> None:
-        """Add the mass of a pending task at the rows that it is pending on."""
-        lane = staged.lanes[number] if number >= 0 else None
-        if lane is None:  # sums of an owner of rows: any row may be among them
-            mass.add_unknown(scratch.total, late, scratch.late)
-            return
-        waiting = lane.phase == Phase.WAITING
-        if waiting:
-            assert lane.candidates is not None
-            member = lane.candidates[0]
-        else:
-            member = scratch.member
-            mass.fill_at(member, lane.rest[0], 1)
-        writer = self._writer(staged, number)
-        if writer is None:
-            mass.add_unknown(scratch.total, late, member)
-        else:
-            mass.add(scratch.total, writer.mass, member)
-        if not waiting:
-            mass.fill_at(member, lane.rest[0], 0)
-
-    def _clear(self, steps: list[StepStaging], scratch: _Scratch, late: Tensor) -> None:
-        mass.fill_at(scratch.total, late, 0)
-        for writer in self._writers(steps):
-            mass.fill_at(scratch.total, writer.ids, 0)
-
-    def _writers(self, steps: list[StepStaging]) -> Iterator[Shares]:
+    def _pending(
+        self, steps: list[StepStaging], scratch: _Scratch
+    ) -> Iterator[tuple[Awaited, mass.Mass | None, Tensor]]:
+        """What is still to come: task, its mass (None: unknown), and a mask of the rows that it is pending on."""
         for staged in steps:
             for number in staged.missing():
-                writer = self._writer(staged, number)
-                if writer is not None:
-                    yield writer
+                task = Awaited(staged.step, number)
+                if number < 0:  # sums of an owner of rows: any row may be among them
+                    yield task, None, scratch.late
+                    continue
+                lane, shares = staged.lanes[number], self.evidence.of(staged.views[number])
+                writer = None if shares is None else shares.mass
+                if lane.phase == Phase.WAITING:
+                    assert lane.candidates is not None
+                    yield task, writer, lane.candidates[0]
+                else:
+                    mass.fill_at(scratch.member, lane.rest[0], 1)
+                    yield task, writer, scratch.member
+                    mass.fill_at(scratch.member, lane.rest[0], 0)

@@ -47,6 +47,7 @@ def warm_up() -> None:
         mass.fill_at(target, ids, 0)
     mass.add(total, half.mass, mask)
     mass.add_unknown(total, ids, mask)
+    mass.meets(ids, mask, total)
     for known in (half.mass, None):
         mass.overlap(known, ids, late, total)
 

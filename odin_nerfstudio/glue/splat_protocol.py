@@ -16,7 +16,7 @@ from torch import Tensor
 
 from odin_nerfstudio.runtime.candidates import ViewTest
 from odin_nerfstudio.runtime.reads import PoseMotion
-from odin_nerfstudio.runtime.store import DenseTerm, ReadRule, RowNoise, Statistics
+from odin_nerfstudio.runtime.store import DenseTerm, ReadRule, RowNoise, RowTable, Statistics
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,10 @@ class TrainingContext:
     """Seed of the run."""
     schedule: Callable[[int], Mapping[str, float]]
     """Learning rates of the per-primitive parameters at a step."""
+    learning_rate: Callable[[str, int], float]
+    """(parameter group, step) -> learning rate."""
+    optimizers: Mapping[str, torch.optim.Adam]
+    """By parameter group."""
     view_test: Callable[[int, int], ViewTest]
     """(step, view) -> the camera of a view at that step's resolution, as gsplat's 3D visibility test."""
     betas: Mapping[str, tuple[float, float]]
@@ -106,6 +110,13 @@ class DistributedSplats(Protocol):
 
     def row_noise(self, context: TrainingContext) -> RowNoise | None:
         """Noise that every primitive gets after its update."""
+        ...
+
+    def further_tables(self, context: TrainingContext) -> Sequence[RowTable]:
+        """Trained parameters beside those of the primitives, camera poses and bilateral grids: per view or shared.
+
+        A table is named after the submodule that holds its parameters: ``tone`` for ``self.tone.weight``.
+        """
         ...
 
     # structural steps, checkpoints

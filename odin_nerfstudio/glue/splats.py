@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
 from gsplat.strategy import DefaultStrategy
+from nerfstudio.cameras.cameras import Cameras
+from nerfstudio.data.scene_box import OrientedBox
 from nerfstudio.engine.callbacks import TrainingCallback, TrainingCallbackAttributes, TrainingCallbackLocation
 from nerfstudio.models.splatfacto import RGB2SH, SplatfactoModel
 from torch import Tensor
@@ -20,7 +22,7 @@ from odin_nerfstudio.rendering.losses import photometric_loss
 from odin_nerfstudio.runtime.keyed import keyed_generator
 from odin_nerfstudio.runtime.reads import VisibilityReads
 from odin_nerfstudio.runtime.statistics import DensificationStatistics
-from odin_nerfstudio.runtime.store import DenseTerm, ReadRule, RowNoise, Statistics
+from odin_nerfstudio.runtime.store import DenseTerm, ReadRule, RowNoise, RowTable, Statistics
 
 ROW_FIELDS = ("means", "scales", "quats", "features_dc", "features_rest", "opacities")
 """The per-primitive parameters of splatfacto, in the order of its optimizers."""
@@ -35,6 +37,8 @@ class OdinSplats(SplatfactoModel):
     """
 
     task: tuple[int, int, int] = (0, 0, 0)
+    viewer_outputs: Callable[[dict[str, Any], Cameras], dict[str, Any]] | None = None
+    """Adds to what a camera's render gives; set by the panel of a training with a viewer."""
 
     def populate_modules(self) -> None:
         """Builds the modules; the seed colours, which splatfacto moves to CUDA, are filled in here."""
@@ -53,6 +57,14 @@ class OdinSplats(SplatfactoModel):
         self.lpips = cast(Any, OptionalLpips())
         if type(self.strategy) is DefaultStrategy:
             self.strategy = FedStrategy.like(self.strategy)
+
+    def get_outputs_for_camera(self, camera: Cameras, obb_box: OrientedBox | None = None) -> dict[str, Any]:
+        """splatfacto's, without gradients; in the viewer of a training with the outputs of the panel."""
+        outputs = super().get_outputs_for_camera(camera, obb_box)
+        if self.viewer_outputs is None:
+            return outputs
+        with torch.no_grad():
+            return self.viewer_outputs(outputs, camera.to(self.device))
 
     # Rows -----------------------------------------------------------------------------------------------------
 
@@ -92,6 +104,10 @@ class OdinSplats(SplatfactoModel):
     def row_noise(self, context: TrainingContext) -> RowNoise | None:
         """None."""
         return None
+
+    def further_tables(self, context: TrainingContext) -> list[RowTable]:
+        """None."""
+        return []
 
     # Rendering ------------------------------------------------------------------------------------------------
 

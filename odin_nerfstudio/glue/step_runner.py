@@ -18,7 +18,7 @@ from odin_nerfstudio.runtime.throughput import DelayLimits
 from odin_nerfstudio.runtime.transport import Transport
 
 PARAMETER_PREFIX = {PRIMITIVES: "gauss_params", CAMERAS: "camera_optimizer", GRIDS: "bil_grids"}
-"""Where a table's parameters live in the model."""
+"""Where a table's parameters live in the model, if not in the submodule of its name."""
 
 
 class StepRunner:
@@ -108,7 +108,7 @@ class StepRunner:
     @staticmethod
     def _rows_of(shadow: Shadow) -> dict[str, torch.Tensor]:
         return {
-            f"{PARAMETER_PREFIX[table]}.{name}": leaf
+            f"{PARAMETER_PREFIX.get(table, table)}.{name}": leaf
             for table, rows in shadow.tables.items()
             for name, leaf in rows.leaves.items()
         }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -62,7 +62,8 @@ def model_tables(
     view_tests = ViewTests(model, cameras, MAX_LAG)
     betas = {name: _betas(optimizer) for name, optimizer in trained.items()}
     pose = None if poses is None else PoseMotion(poses, "pose_adjustment", _betas(poses.optimizers["pose_adjustment"]))
-    context = TrainingContext(seed, schedule, view_tests, betas, pose)
+    adams = {group: adam_of(optimizers, group) for group in optimizers.optimizers}
+    context = TrainingContext(seed, schedule, rates.at, adams, view_tests, betas, pose)
     tables = [
         RowTable(
             PRIMITIVES,
@@ -84,7 +85,24 @@ def model_tables(
     if grids is not None:
         term = DenseTerm("tv_loss", lambda _: True, _total_variation_gradient)
         tables.append(_view_table(GRIDS, "grids", grids.grids, optimizers, "bilateral_grid", rates, term))
+    tables += model.further_tables(context)
+    _check_complete(tables, adams)
     return tables
+
+
+def _check_complete(tables: Sequence[RowTable], optimizers: Mapping[str, torch.optim.Adam]) -> None:
+    """Every trained parameter is in a table: nobody would step the others.
+
+    Raises:
+        ValueError: some are not.
+    """
+    held = {id(p) for table in tables for p in table.parameters.values()}
+    for group, optimizer in optimizers.items():
+        if any(id(p) not in held for each in optimizer.param_groups for p in each["params"]):
+            raise ValueError(
+                f"parameters of the optimizer {group!r} are in no table of rows, so that nothing would train them;"
+                " add them to the model's further_tables (docs/own_method.md)"
+            )
 
 
 def _betas(optimizer: torch.optim.Adam) -> tuple[float, float]:

@@ -45,6 +45,15 @@ class ViewRow:
 
 
 @dataclass(frozen=True)
+class AllRows:
+    """Read rule of parameters that every task reads (a network): no task starts before the step before is complete."""
+
+    def mark(self, step: int, view: int, versions: Tensor, least_lag: int, out: Tensor) -> int:
+        out.fill_(1)
+        return int(out.shape[0])
+
+
+@dataclass(frozen=True)
 class DenseTerm:
     """A loss term that touches every row without needing any view; each rank adds its gradient at publication.
 

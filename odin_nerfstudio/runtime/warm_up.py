@@ -9,6 +9,7 @@ from odin_nerfstudio.runtime.adam import OdinAdam, publish_rows
 from odin_nerfstudio.runtime.adam_parts import GradientPart, step_parts, steps_parts
 from odin_nerfstudio.runtime.candidates import MotionBound, ViewTest, candidate_ids
 from odin_nerfstudio.runtime.evidence import EvidenceStore, Shares
+from odin_nerfstudio.runtime.noise import PositionNoise
 
 _ROWS = 64
 
@@ -55,6 +56,12 @@ def warm_up() -> None:
     motion = MotionBound.steady(1e-4, 5e-3, (0.9, 0.999), max_lag=2)
     for known in (versions, None):
         candidate_ids(table, table, test, motion, versions=known, step=1)
+
+    primitives = {"means": table, "scales": table - 5, "quats": torch.ones(_ROWS, 4), "opacities": table[:, :1] - 5}
+    noise = PositionNoise({k: v.clone() for k, v in primitives.items()}, lambda _: dict.fromkeys(primitives, 0.0), 1, 0)
+    for which in (mask, None):
+        noise.add(0, which)
+    noise.reach(1, versions, 0, motion)
 
     parameter = torch.nn.Parameter(torch.zeros(_ROWS, 3))
     parameter.grad = torch.ones(_ROWS, 3)

@@ -231,8 +231,6 @@ class Engine(Drains):
         message = contributions.collect(task, shadow, self.tables, first, info, self.options.debug)
         sent = self._exchange.contribute(message, self.frontier.reduced)
         record.sent += sent
-        if self.recorder is not None:
-            self.recorder.task(task, shadow, message, sent, begin - shadow.started)
         record.active_rows += int(message.tables[0].ids.shape[0])
         record.deferred_rows += message.deferred
         for table in self.tables:
@@ -245,6 +243,9 @@ class Engine(Drains):
         timeline.spend("after", end - foreseen + begin - shadow.started)
         timeline.task(task.step, task.lane, end)
         self.telemetry.span("contribute", begin, end, step=task.step)
+        if self.recorder is not None:
+            self.recorder.task(task, shadow, message, sent, begin - shadow.started)
+            timeline.spend("paused", now() - end)
 
     def _read_next(self, step: int) -> Sequence[Tensor] | None:
         """Per table the rows that other ranks' tasks of the next step may read, to be sent first; None: send all at

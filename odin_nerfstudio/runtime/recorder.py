@@ -76,6 +76,7 @@ class Recorder:
         self.tasks: list[tuple[float, ...]] = []
         self.steps: list[tuple[float, ...]] = []
         self._structural = 0
+        self._spent = 0.0
         self._structural_before = engine.telemetry.totals["structural"]
         engine.recorder = self
         before = engine.frontier.on_step
@@ -88,14 +89,16 @@ class Recorder:
         engine.on_step(on_step)
 
     def task(self, task: Task, shadow: Shadow, message: Contribution, sent: int, seconds: float) -> None:
-        """Note a task when its contribution is packed. sent: bytes to all peers; seconds: render and backward pass."""
+        """Note a task that has contributed. sent: bytes to all peers; seconds: render and backward pass."""
+        entered = now()
         table = self._engine.tables[0]
         sets = sets_of(shadow[table.name].ids, message, table.layout(task.step))
         self.sets[task.view] = sets
         self.tasks.append(
             (task.step, task.lane, task.view, self._engine.transport.rank, len(sets.candidates), len(sets.active),
-             sets.visible, sent, table.count, seconds, now())
+             sets.visible, sent, table.count, seconds, entered - self._spent)
         )  # fmt: skip
+        self._spent += now() - entered
 
     def step(self, record: StepRecord) -> None:
         """Note the record of a published step."""

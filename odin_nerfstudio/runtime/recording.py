@@ -27,7 +27,7 @@ TASK_FIELDS = (
     "step", "lane", "view", "rank", "candidates", "active", "visible", "sent", "primitives", "compute", "end",
 )  # fmt: skip
 """Columns of `Recording.tasks`; compute: render and backward pass [s]; sent: bytes to all peers; end: when the
-contribution was packed, monotonic clock [s]."""
+contribution was packed, on a monotonic clock that stands still while something is recorded [s]."""
 STEP_FIELDS = ("step", "rank", "tasks", "acquire", "contribute", "publish", "wait", "received")
 """Columns of `Recording.steps`; seconds without waits, but for `wait`; received in bytes."""
 

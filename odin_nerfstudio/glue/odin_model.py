@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from odin_nerfstudio.glue.cameras import world_to_camera
 from odin_nerfstudio.glue.splats import ROW_FIELDS, OdinSplats
 from odin_nerfstudio.rendering import rasterization
+from odin_nerfstudio.rendering.stages import Splats
 
 __all__ = ["ROW_FIELDS", "OdinSplatfactoModel", "OdinSplatfactoModelConfig"]
 
@@ -34,6 +36,8 @@ class OdinSplatfactoModel(OdinSplats):
     """
 
     config: OdinSplatfactoModelConfig  # type: ignore[assignment]
+    remote: Callable[[dict[str, Any]], Splats] | None = None
+    """Where the primitives are sharded: the splats of a view (see ``render``), from whoever owns the primitives."""
 
     def get_outputs(self, camera: Cameras) -> dict[str, Tensor | list]:
         """Renders one camera.
@@ -109,7 +113,11 @@ class OdinSplatfactoModel(OdinSplats):
             Colours (and depth, where the mode has it) ``[1, H, W, 3 or 4]``, opacities ``[1, H, W, 1]``, and further
             outputs of the model by name.
         """
-        colors, sh_degree = self._colors(rows)
+        if self.remote is not None:
+            absgrad = getattr(self.strategy, "absgrad", False)
+            render, alpha, self.info = self.remote(view).rasterize(absgrad=absgrad, expected_depth=True)
+            return render, alpha, {}
+        colors, sh_degree = self.colors_at(rows, self.step)
         render, alpha, self.info = rasterization(
             means=rows["means"],
             quats=rows["quats"],
@@ -127,13 +135,13 @@ class OdinSplatfactoModel(OdinSplats):
         )
         return render, alpha, {}
 
-    def _colors(self, rows: dict[str, Tensor]) -> tuple[Tensor, int | None]:
-        """Colours for the rasterizer and the degree to evaluate them at (``None``: plain RGB).
+    def colors_at(self, rows: dict[str, Tensor], step: int) -> tuple[Tensor, int | None]:
+        """Colours for the rasterizer at a step, and the degree to evaluate them at (``None``: plain RGB).
 
         Only the bands of the active degree are passed on: the others have no influence and no gradient.
         """
         if self.config.sh_degree == 0:
             return torch.sigmoid(rows["features_dc"]), None
-        degree = self.sh_degree_at(self.step)
+        degree = self.sh_degree_at(step)
         bands = (degree + 1) ** 2 - 1
         return torch.cat((rows["features_dc"][:, None, :], rows["features_rest"][:, :bands]), dim=1), degree

@@ -311,15 +311,18 @@ class Owner:
         self.table.versions.fill_(version)
         self.changed = True
 
-    def snapshot(self, view: StageView, step: int, ids: Tensor) -> tuple[Tensor, Projection]:
-        """Project some rows as they are now, for nobody's training. Returns their places [V] int32 and the splats."""
+    def snapshot(self, view: StageView, step: int, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Project some rows as they are now, for nobody's training.
+
+        Args:
+            ids: Rows of the table, ascending. [n] int32.
+
+        Returns:
+            Places in the whole model of those that the view sees [V] int32, and their splats [V, SPLAT_COLUMNS].
+        """
         shadow = self._pool.take(ids, 0)
         with torch.no_grad():
             projection = self.projector.project(step, view, shadow.leaves)
-        keep = projection.rows < shadow.count
+        seen = projection.rows < shadow.count  # padding may be visible in a view that is no training view
         self._pool.give_back(shadow)
-        splats = Projection(
-            projection.rows[keep], projection.splats[keep], projection.radii[keep], projection._means2d,
-            projection._packed,
-        )  # fmt: skip
-        return self.ids[shadow.ids[splats.rows].long()], splats
+        return self.ids[shadow.ids[projection.rows[seen]].long()], projection.splats[seen]

@@ -1,0 +1,188 @@
+"""One step of training with sharded primitives: the model renders splats that the ranks' owners have projected."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from nerfstudio.cameras.cameras import Cameras
+from nerfstudio.engine.optimizers import Optimizers
+from nerfstudio.utils.rich_utils import CONSOLE
+from torch import Tensor
+
+from odin_nerfstudio.glue.agreement import facts_of, require_agreement
+from odin_nerfstudio.glue.cameras import world_to_camera
+from odin_nerfstudio.glue.odin_model import FAR_PLANE, NEAR_PLANE, OdinSplatfactoModel
+from odin_nerfstudio.glue.odin_pipeline import OdinPipeline
+from odin_nerfstudio.glue.shard_rows import cut_model, rows_of, shard_tree
+from odin_nerfstudio.glue.step_runner import StepRunner
+from odin_nerfstudio.glue.step_timer import StepTimer
+from odin_nerfstudio.glue.strategies import FedStrategy
+from odin_nerfstudio.glue.tables import model_tables
+from odin_nerfstudio.rendering.stages import Projection, Splats, StageView, project
+from odin_nerfstudio.runtime.engine_options import EngineOptions
+from odin_nerfstudio.runtime.policies import make_policy
+from odin_nerfstudio.runtime.shadow import Task
+from odin_nerfstudio.runtime.sharded.engine import ShardedEngine
+from odin_nerfstudio.runtime.sharded.requests import Requests
+from odin_nerfstudio.runtime.sharded.surgery import ShardStrategy
+from odin_nerfstudio.runtime.sharded.views import ViewTask
+from odin_nerfstudio.runtime.store import DenseTerm
+from odin_nerfstudio.runtime.throughput import DelayLimits
+from odin_nerfstudio.runtime.transport import Transport
+
+
+class FedShardStrategy(ShardStrategy, FedStrategy):
+    """splatfacto's strategy on a shard."""
+
+
+class ModelProjector:
+    """Projects rows of splatfacto's parameters into training views."""
+
+    def __init__(self, model: OdinSplatfactoModel, cameras: Cameras) -> None:
+        """cameras: all training views ``[V]``, undistorted, on the CPU."""
+        self._model, self._cameras = model, cameras
+        self._known: dict[tuple[int, int], StageView] = {}
+
+    def view(self, step: int, view: int) -> StageView:
+        """The camera of a training view, as ``get_outputs`` renders it."""
+        key = (view, self._model.downscale_at(step))
+        if key not in self._known:
+            camera = self._cameras[view : view + 1]
+            camera.rescale_output_resolution(1 / key[1])
+            self._known[key] = self.stage_view(
+                world_to_camera(camera.camera_to_worlds),
+                camera.get_intrinsics_matrices(),
+                int(camera.width.item()),
+                int(camera.height.item()),
+                self._model.config.output_depth_during_training,
+            )
+        return self._known[key]
+
+    def stage_view(self, viewmats: Tensor, Ks: Tensor, width: int, height: int, with_depth: bool) -> StageView:
+        """One camera, as the model's ``render`` is given it."""
+        antialiased = self._model.config.rasterize_mode == "antialiased"
+        matrix, K = viewmats.detach()[0].float().contiguous(), Ks.detach()[0].float().contiguous()
+        return StageView(matrix, K, width, height, NEAR_PLANE, FAR_PLANE, 0.0, 0.3, with_depth, antialiased)
+
+    def project(self, step: int, view: StageView, leaves: Mapping[str, Tensor]) -> Projection:
+        """As ``OdinSplatfactoModel.render`` up to the pixels."""
+        colors, degree = self._model.colors_at(dict(leaves), step)
+        opacities = torch.sigmoid(leaves["opacities"]).squeeze(-1)
+        return project(
+            leaves["means"], leaves["quats"], torch.exp(leaves["scales"]), opacities, colors, degree, view
+        )
+
+
+class ShardedRunner(StepRunner):
+    """Renders this rank's tasks and owns its shard of the primitives."""
+
+    def __init__(
+        self,
+        pipeline: OdinPipeline,
+        optimizers: Optimizers,
+        transport: Transport,
+        start_step: int,
+        timer: StepTimer,
+        rows: tuple[Tensor, int] | None,
+        is_fence: Callable[[int], bool],
+    ) -> None:
+        """
+        Args:
+            rows: Places of the model's rows in the whole model and its total, where the model has been cut; else None.
+            is_fence: Whether something is saved or evaluated after a step; the same on all ranks.
+
+        Raises:
+            ValueError: The model has something that sharded placement cannot do.
+        """
+        options = pipeline.config.odin
+        self.pipeline, self.model, self.timer = pipeline, pipeline.splats, timer
+        model = self._model = cast(OdinSplatfactoModel, pipeline.model)
+        self.plan = pipeline.prepare_training(transport.rank, transport.world_size)
+        if rows is None:
+            means = model.gauss_params["means"].detach()
+            ids = rows_of(shard_tree(means, self.plan, pipeline, transport.world_size), means, transport.rank)
+            rows = (ids, means.shape[0])
+            cut_model(model, ids)
+        cameras = pipeline.datamanager.train_dataset.cameras
+        strategy = FedShardStrategy.like(cast(FedStrategy, model.strategy))
+        strategy.verbose = False
+        model.strategy = strategy
+        table, *others = model_tables(self.model, optimizers, cameras, start_step, pipeline.seed)
+        if others or table.noise is not None:
+            raise ValueError("placement sharded trains primitives only; see glue.sharding.refusal")
+        table.dense_terms = [self._over_all(term) for term in table.dense_terms]
+        self.projector = ModelProjector(model, cameras)
+        self.engine: Any = ShardedEngine(
+            self.plan,
+            table,
+            rows[0].int(),
+            rows[1],
+            self.projector,
+            transport,
+            make_policy(options.mode, DelayLimits(options.max_delay, options.max_overlap, options.max_impact)),
+            EngineOptions(
+                lookahead=options.lookahead,
+                seed=pipeline.seed,
+                stall=options.stall,
+                debug=options.debug,
+                trace=options.trace is not None,
+            ),
+            self.model.acts_at,
+            is_fence,
+            start_step,
+        )
+        strategy.engine = self.engine
+        self.requests = Requests(self.engine)
+        self._splats: Splats | None = None
+        self._training = threading.get_ident()
+        model.remote = self._splats_of
+        if transport.world_size > 1:
+            facts = facts_of(self.plan.fingerprint(), odin=options, model=pipeline.config.model)
+            require_agreement(self.engine, facts)
+        counts = self.engine.exchange(rows[0].shape[0].to_bytes(8, "little"))
+        if transport.rank == 0:
+            shares = ", ".join(str(int.from_bytes(c, "little")) for c in counts)
+            CONSOLE.log(f"Sharded: {rows[1]} primitives, {shares} by rank (--pipeline.odin.placement)")
+
+    def _over_all(self, term: DenseTerm) -> DenseTerm:
+        """A term over this rank's rows, weighted by the number of all."""
+        return dataclasses.replace(
+            term, gradient=lambda step, _, values: term.gradient(step, self.engine.owner.total, values)
+        )
+
+    def _splats_of(self, view: dict[str, Any]) -> Splats:
+        """What the model's ``render`` rasterizes: the task's splats or, for any other picture, what owners answer."""
+        if self._splats is not None and threading.get_ident() == self._training:
+            return self._splats
+        with_depth = view["render_mode"] != "RGB"
+        stage = self.projector.stage_view(view["viewmats"], view["Ks"], view["width"], view["height"], with_depth)
+        return self.requests.splats(stage, self._model.step)
+
+    def _run_task(self, task: Task, with_metrics: bool) -> tuple[torch.Tensor, dict[str, Any]]:
+        model, timer, lanes = self._model, self.timer, self.plan.views_per_step
+        model.task = (self.pipeline.seed, task.step, task.lane)
+        with timer.phase("data"):
+            camera, batch = self.pipeline.datamanager.train_view(task.view)
+            camera.metadata = {**(camera.metadata or {}), "cam_idx": 0}
+        with timer.phase("acquire"):
+            mine: ViewTask = self.engine.acquire(task)
+        self._splats = mine.splats
+        try:
+            with timer.phase("render"):
+                outputs = model(camera)
+        finally:
+            self._splats = None
+        with timer.phase("loss"):
+            loss = model.image_loss(outputs, batch)
+            metrics = model.get_metrics_dict(outputs, batch) if with_metrics else {}
+            if metrics:
+                metrics["gaussian_count"] = self.engine.owner.total
+        with timer.phase("backward"):
+            (loss / lanes).backward()
+        with timer.phase("contribute"):
+            self.engine.contribute(task, mine, {**model.info, "n_cameras": lanes})
+        return loss.detach(), metrics

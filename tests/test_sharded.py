@@ -1,0 +1,131 @@
+"""Sharded primitives with real processes: every run equals the replicated one, whatever mode and number of ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from runtime_toy import same
+from sharded_toy import Run, collected, replicated, run_sharded
+from sharded_toy import dataclasses as dc
+
+from odin_nerfstudio.planning.shards import assign, divide, imbalance
+from odin_nerfstudio.runtime.sharded.numbering import SEGMENTS, Masks, new_ids
+from odin_nerfstudio.runtime.sharded.packets import (
+    GradientPacket,
+    SplatPacket,
+    decode_gradients,
+    decode_splats,
+    encode_gradients,
+    encode_splats,
+)
+from odin_nerfstudio.runtime.transport import LocalTransport
+
+USUAL = Run()
+OTHER = Run(lanes=3, views=4, primitives=300, empty_view=True, scattered=True, absgrad=False, antialiased=True, steps=17)
+RUNS = {
+    1: {"usual-quality": USUAL, "usual-barrier": dc.replace(USUAL, mode="barrier"), "other-quality": OTHER},
+    2: {
+        "usual-quality": dc.replace(USUAL, jitter=0.003),
+        "usual-barrier": dc.replace(USUAL, mode="barrier"),
+        "other-quality": dc.replace(OTHER, jitter=0.003),
+    },
+    3: {"usual-quality": dc.replace(USUAL, jitter=0.003, lookahead=1), "other-barrier": dc.replace(OTHER, mode="barrier")},
+    4: {"usual-quality": dc.replace(USUAL, jitter=0.003)},
+}
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, dict[str, torch.Tensor]]:
+    torch.set_num_threads(1)
+    barrier = {"mode": "barrier"}
+    return {
+        "usual": replicated(dc.replace(USUAL, **barrier), LocalTransport()),
+        "other": replicated(dc.replace(OTHER, **barrier), LocalTransport()),
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_sharded_equals_replicated(
+    ranks: int, tmp_path: Path, expected: dict[str, dict[str, torch.Tensor]]
+) -> None:
+    outcome = run_sharded(ranks, tmp_path, RUNS[ranks])
+    assert outcome.codes == [0] * ranks, (outcome.errors, outcome.failures)
+    for name in RUNS[ranks]:
+        assert same(collected(tmp_path / name), expected[name.split("-")[0]]) == [], name
+        totals = json.loads((tmp_path / name / "totals.json").read_text())
+        assert sum(t["sent"] for t in totals) == sum(t["received"] for t in totals)
+        assert sum(t["tasks"] for t in totals) == RUNS[ranks][name].steps * RUNS[ranks][name].lanes
+
+
+def test_densification_happens(expected: dict[str, dict[str, torch.Tensor]]) -> None:
+    assert len(expected["usual"]["means"]) != USUAL.primitives
+
+
+def test_throughput_applies_every_gradient_once(tmp_path: Path) -> None:
+    run = dc.replace(USUAL, mode="throughput", jitter=0.005, max_overlap=0.8, max_impact=0.3)
+    outcome = run_sharded(2, tmp_path, {"run": run})
+    assert outcome.codes == [0, 0], (outcome.errors, outcome.failures)
+    assert bool(torch.isfinite(collected(tmp_path / "run")["means"]).all())
+
+
+def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
+    outcome = run_sharded(2, tmp_path, {"run": dc.replace(USUAL, fault="kill:1:6", stall=20.0)})
+    assert outcome.codes[0] == 75 and outcome.failures[0][0] == 1, (outcome.errors, outcome.failures)
+
+
+def test_packets_come_back() -> None:
+    g = torch.Generator().manual_seed(0)
+    sent = SplatPacket(7, 2, torch.tensor([3, 8, 40], dtype=torch.int32), torch.randn(3, 11, generator=g))
+    got = decode_splats(encode_splats(sent))
+    assert (got.step, got.lane) == (7, 2) and torch.equal(got.ids, sent.ids) and torch.equal(got.splats, sent.splats)
+    for norms in (None, torch.rand(3, generator=g)):
+        rows = torch.tensor([0, 31, 69])
+        back = GradientPacket(7, 2, 70, rows, torch.randn(3, 10, generator=g), norms)
+        found = decode_gradients(encode_gradients(back))
+        assert torch.equal(found.rows, rows) and torch.equal(found.gradients, back.gradients) and found.count == 70
+        assert (found.norms is None) if norms is None else torch.equal(found.norms, norms)
+    with pytest.raises(RuntimeError, match="words"):
+        decode_splats(encode_splats(sent)[:-1])
+
+
+def test_new_rows_are_numbered_as_one_model_would() -> None:
+    rng = np.random.default_rng(1)
+    total = 300
+    # (segment, parent) of the rows that survive, in gsplat's order
+    alive = [(s, p) for s in range(SEGMENTS) for p in sorted(rng.choice(total, 90, replace=False))]
+    owner = rng.integers(0, 3, total)
+    masks, mine = Masks(SEGMENTS, total), []
+    for rank in range(3):
+        rows = [(s, p) for s, p in alive if owner[p] == rank]
+        mine.append((torch.tensor([s for s, _ in rows]), torch.tensor([p for _, p in rows])))
+        for segment in range(SEGMENTS):
+            masks.set(segment, torch.tensor([p for s, p in rows if s == segment], dtype=torch.int64))
+    numbers = {key: k for k, key in enumerate(alive)}
+    for segments, parents in mine:
+        ids, count = new_ids(masks, segments, parents)
+        assert count == len(alive)
+        assert ids.tolist() == [numbers[(s, p)] for s, p in zip(segments.tolist(), parents.tolist())]
+        assert ids.tolist() == sorted(ids.tolist())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8, 64])
+def test_shards_are_balanced_and_compact(ranks: int) -> None:
+    points = np.random.default_rng(0).normal(size=(6400, 3)) * [30, 10, 1]
+    tree = divide(points, ranks)
+    owner = tree.owner(points)
+    counts = np.bincount(owner, minlength=ranks)
+    assert len(counts) == ranks and imbalance(counts.tolist()) < 0.02
+    if ranks == 2:  # cut across the longest side
+        assert points[owner == 0, 0].max() <= points[owner == 1, 0].min()
+    swapped = tree.for_ranks(np.arange(ranks)[::-1])
+    assert np.array_equal(swapped.owner(points), ranks - 1 - owner)
+
+
+def test_parts_go_where_they_are_seen() -> None:
+    assert assign(np.array([[1.0, 5.0], [4.0, 3.0]])).tolist() == [1, 0]
+    with pytest.raises(ValueError, match="cannot be divided"):
+        divide(np.zeros((1, 3)), 2)

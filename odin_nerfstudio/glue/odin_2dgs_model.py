@@ -99,7 +99,7 @@ class Odin2dgsModel(OdinSplatfactoModel):
         """
         if self.training and self._geometry_due():
             view = {**view, "render_mode": "RGB+ED"}
-        colors, sh_degree = self._colors(rows)
+        colors, sh_degree = self.colors_at(rows, self.step)
         render, alpha, normals, surface, distortion, median, self.info = rendering.rasterization_2dgs(
             means=rows["means"],
             quats=rows["quats"],

@@ -204,6 +204,9 @@ class OdinSplats(SplatfactoModel):
     ) -> tuple[dict[str, float], dict[str, Tensor]]:
         """splatfacto's evaluation; LPIPS is left out where its weights cannot be had (NaN is not JSON)."""
         metrics, images = super().get_image_metrics_and_images(outputs, batch)
+        substitute = cast(Any, self.lpips).substitute(*images["img"].chunk(2, dim=1))
+        if substitute is not None:
+            metrics["st_lpips"] = substitute
         return {k: v for k, v in metrics.items() if not (k.endswith("lpips") and math.isnan(v))}, images
 
     # Structural steps, checkpoints ----------------------------------------------------------------------------

@@ -1,0 +1,224 @@
+"""Every registered method: its options train, what it cannot do is refused, and the contract holds with 1 to 4 ranks.
+
+E1 quality equals barrier, E2 the number of ranks does not change the result, E4 resume is exact: for odin-splatfacto in
+test_ranks.py, for the others and for a method from outside the package here. E3: the parts of the MCMC strategy equal
+gsplat's in test_mcmc.py, and a training equals a plain loop below.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from forked_ranks import run_on_ranks
+from own_method import odin_glow
+from PIL import Image
+from training import differences, latest, sample_scene, small_config, train
+
+from odin_nerfstudio.glue.model_options import refusal
+from odin_nerfstudio.glue.odin_trainer import OdinTrainer
+from odin_nerfstudio.glue.splats import ROW_FIELDS, OdinSplats
+from odin_nerfstudio.runtime.keyed import keyed_randomness
+
+STEPS = 40
+LANES = 4
+METHODS = ("odin-splatfacto", "odin-splatfacto-big", "odin-splatfacto-mcmc", "odin-splatfacto-aa")
+RANKS: dict[str, Any] = {
+    "pipeline__odin__views_per_step": LANES,
+    "pipeline__odin__debug": True,
+    "pipeline__model__num_downscales": 0,
+}
+MCMC: dict[str, Any] = {
+    **RANKS,
+    "method": "odin-splatfacto-mcmc",
+    "pipeline__model__warmup_length": 5,
+    "pipeline__model__refine_every": 10,
+    "pipeline__model__max_gs_num": 450,
+    "pipeline__model__cull_alpha_thresh": 0.08,  # some are dead after so few steps
+    "pipeline__model__use_scale_regularization": True,
+}
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sample_scene(tmp_path_factory.mktemp("scene"), views=16, size="64x48", points=400)
+
+
+@pytest.fixture(scope="module")
+def masked(scene: Path) -> Path:
+    """The scene with masks, and with images that are transparent at a side."""
+    folder = scene.parent / "masked"
+    shutil.copytree(scene, folder)
+    transforms = json.loads((folder / "transforms.json").read_text())
+    for number, frame in enumerate(transforms["frames"]):
+        image = np.array(Image.open(folder / frame["file_path"]).convert("RGBA"))
+        image[:, -16:, 3] = 100
+        mask = np.full(image.shape[:2], 255, np.uint8)
+        mask[:10] = 0
+        frame["file_path"], frame["mask_path"] = f"rgba/{number:03d}.png", f"masks/{number:03d}.png"
+        for name, array in ((frame["file_path"], image), (frame["mask_path"], mask)):
+            (folder / name).parent.mkdir(exist_ok=True)
+            Image.fromarray(array).save(folder / name)
+    (folder / "transforms.json").write_text(json.dumps(transforms))
+    return folder
+
+
+# Options --------------------------------------------------------------------------------------------------------------
+
+EVERYTHING: dict[str, Any] = {
+    "camera_optimizer__mode": "SO3xR3",
+    "use_bilateral_grid": True,
+    "grid_shape": (4, 4, 2),
+    "use_scale_regularization": True,
+    "output_depth_during_training": True,
+    "num_downscales": 2,
+    "resolution_schedule": 4,
+    "sh_degree_interval": 3,
+}
+OTHER: dict[str, Any] = {
+    "random_init": True,
+    "num_random": 300,
+    "random_scale": 2.0,
+    "background_color": "white",
+    "sh_degree": 0,
+    "use_absgrad": False,
+    "color_corrected_metrics": True,
+}
+SHORT: dict[str, Any] = {"warmup_length": 2, "refine_every": 4, "reset_alpha_every": 2, "cull_alpha_thresh": 0.05}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_option_trains_with_every_method(scene: Path, masked: Path, tmp_path: Path, method: str) -> None:
+    """Two short runs between them use all options; structural steps inside."""
+    for name, data, options in (("everything", masked, EVERYTHING), ("other", scene, OTHER)):
+        given = {f"pipeline__model__{key}": value for key, value in (SHORT | options).items()}
+        trainer = train(small_config(data, tmp_path, 12, method=method, timestamp=name, **given))
+        model = trainer.pipeline.splats
+        for key, value in model.state_dict().items():
+            assert torch.isfinite(value).all(), key
+        assert model.strategy.acts_at(8)
+        if options is EVERYTHING:
+            assert model.sh_degree_at(11) == 3 and model.downscale_at(11) == 1 and model.downscale_at(0) == 4
+            assert float(model.camera_optimizer.pose_adjustment.detach().abs().max()) > 0
+            assert float(model.bil_grids.grids.detach().std()) > 0
+        else:
+            assert model.gauss_params["features_rest"].numel() == 0
+            assert trainer.pipeline.get_average_eval_image_metrics()["psnr"] > 5
+
+
+@pytest.mark.parametrize("sh_degree", [1, 2])
+def test_degrees_of_harmonics_between(scene: Path, tmp_path: Path, sh_degree: int) -> None:
+    given = {"pipeline__model__sh_degree": sh_degree, "pipeline__model__sh_degree_interval": 2}
+    model = train(small_config(scene, tmp_path, 8, **given)).pipeline.splats
+    rest = model.gauss_params["features_rest"].detach()
+    assert rest.shape[1] == (sh_degree + 1) ** 2 - 1 and bool((rest != 0).any(0).all()), "all bands are trained"
+
+
+def test_what_cannot_be_honoured_is_refused_with_the_reason(scene: Path, tmp_path: Path) -> None:
+    wrong: list[tuple[str, Any, str]] = [
+        ("camera_optimizer__mode", "SE3", "use SO3xR3"),
+        ("sh_degree", 4, "degree 0 to 3"),
+        ("resolution_schedule", 0, "at least 1"),
+        ("refine_every", 0, "at least 1"),
+        ("num_downscales", -1, "must not be negative"),
+    ]
+    for name, value, reason in wrong:
+        config = small_config(scene, tmp_path, 5, **{f"pipeline__model__{name}": value})
+        with pytest.raises(SystemExit, match=reason):
+            config.set_timestamp()
+    config = small_config(scene, tmp_path, 5, pipeline__model__use_bilateral_grid=True)
+    config.pipeline.model.grid_shape = (16, 16, 1)
+    assert "total variation" in (refusal(config.pipeline.model) or "")
+    assert all(refusal(small_config(scene, tmp_path, 5, method=m).pipeline.model) is None for m in METHODS)
+
+
+# Ranks ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def results(scene: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Outputs of all runs, by name."""
+    root = tmp_path_factory.mktemp("runs")
+
+    def job(name: str, steps: int, **options: Any) -> tuple[Path, Path, int, dict[str, Any]]:
+        return scene, root / name, steps, options
+
+    barrier, glow = {"pipeline__odin__mode": "barrier"}, {**RANKS, "method": odin_glow.config}
+    run_on_ranks(1, [job("1", STEPS, **MCMC, **barrier), job("1-glow", STEPS, **glow, **barrier)], root / "log-1")
+    run_on_ranks(
+        2, [job("2", STEPS, **MCMC), job("2-half", STEPS // 2, **MCMC), job("2-glow", STEPS, **glow)], root / "log-2"
+    )
+    half = next((root / "2-half").rglob("nerfstudio_models"))
+    run_on_ranks(3, [job("3-resumed", STEPS - STEPS // 2, load_dir=half, **MCMC)], root / "log-3")
+    run_on_ranks(4, [job("4", STEPS, **MCMC)], root / "log-4")
+    return {path.name: path for path in root.iterdir()}
+
+
+def test_mcmc_is_the_same_in_every_mode_on_every_number_of_ranks_and_resumed(results: dict[str, Path]) -> None:
+    reference = latest(results["1"])
+    assert reference["step"] == STEPS - 1
+    assert len(reference["pipeline"]["_model.gauss_params.means"]) == 450, "grown to the cap"
+    for name in ("2", "3-resumed", "4"):
+        assert differences(reference, latest(results[name])) == [], name
+
+
+def test_a_method_from_outside_the_package_is_the_same_on_two_ranks(results: dict[str, Path]) -> None:
+    one = latest(results["1-glow"])
+    weights = one["pipeline"]
+    assert float(weights["_model.gauss_params.glow"].abs().max()) > 0
+    assert float((weights["_model.tone.weight"] - torch.eye(3)).abs().max()) > 0
+    assert differences(one, latest(results["2-glow"])) == []
+
+
+def padded(rows: torch.Tensor, filler: torch.Tensor) -> torch.Tensor:
+    """Rows up to a multiple of 64, so that torch's kernels see no tail."""
+    return torch.cat((rows, filler.expand(-len(rows) % 64, *rows.shape[1:])))
+
+
+def test_e3_mcmc_equals_a_plain_loop(scene: Path, tmp_path: Path) -> None:
+    """Gradients accumulated over the lanes on the whole model, stock Adam, noise for all rows, then the strategy."""
+    trainers = []
+    for name in ("ours", "plain"):
+        options = {**MCMC, "pipeline__odin__views_per_step": 2, "pipeline__odin__scale_schedule": False}
+        config = small_config(scene, tmp_path / name, 25, **options)
+        config.set_timestamp()
+        trainers.append(OdinTrainer(config))
+        trainers[-1].setup()
+    ours, plain = trainers
+    ours.train()
+    model, table = cast(OdinSplats, plain.pipeline.splats), plain.runner.engine.tables[0]
+    rows, seed = cast(dict[str, torch.Tensor], model.gauss_params), plain.pipeline.seed
+    optimizers: dict[str, torch.optim.Optimizer] = {
+        name: torch.optim.Adam([rows[name]], lr=1.0, eps=1e-15) for name in ROW_FIELDS
+    }
+    model.optimizers = optimizers
+    assert table.noise is not None and table.padding is not None
+    for step in range(25):
+        model.step = step
+        for lane in range(2):
+            model.task = (seed, step, lane)
+            view = plain.runner.plan.view(step, lane)
+            camera, batch = plain.pipeline.datamanager.train_view(view)
+            filler = table.padding(view)
+            leaves = {f"gauss_params.{k}": padded(v, filler[k]) for k, v in rows.items()}
+            (model.image_loss(torch.func.functional_call(model, leaves, (camera,)), batch) / 2).backward()
+        for term in table.dense_terms:
+            if term.due(step):
+                values = {k: padded(v.detach(), torch.zeros(v.shape[1:])) for k, v in rows.items()}
+                for name, gradient in term.gradient(step, len(rows["means"]), values).items():
+                    rows[name].grad += gradient[: len(rows[name])]
+        for name, optimizer in optimizers.items():
+            optimizer.param_groups[0]["lr"] = table.schedule(step)[name]
+            optimizer.step()
+            optimizer.zero_grad()
+        table.noise.add(step, None)
+        with keyed_randomness(seed, step, torch.device("cpu")):
+            model.surgery(step)
+    assert len(rows["means"]) > 401, "the plain loop grows"
+    for name in ROW_FIELDS:
+        assert torch.equal(ours.pipeline.splats.gauss_params[name], rows[name]), name

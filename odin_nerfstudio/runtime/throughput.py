@@ -80,6 +80,8 @@ class ThroughputPolicy:
         refusal = gate.too_far()
         if refusal is not None:
             return refusal
+        if not self.limits.max_delay or not self.limits.max_overlap:
+            return gate.blocked()
         steps = [s for s in gate.outstanding() if not s.complete]
         if not steps:
             return OPEN

@@ -9,11 +9,14 @@ from __future__ import annotations
 import atexit
 import gc
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from nerfstudio.viewer.viewer import Viewer
 
 
 @contextmanager
@@ -84,6 +87,38 @@ def steady_viewer() -> None:
 
     at_least_a_share.keeps_a_share = True  # type: ignore[attr-defined]
     RenderStateMachine._calculate_image_res = at_least_a_share  # type: ignore[method-assign]
+
+
+def viewer_tab(viewer: Viewer, label: str, icon: str) -> AbstractContextManager[Any]:
+    """A new tab beside "Control", "Render" and "Export", as a context for what goes into it.
+
+    Reason: nerfstudio keeps the group of its tabs in a local variable. Where it cannot be found among viser's elements,
+    the content goes into a folder below the tabs.
+
+    Args:
+        icon: name of one of viser's icons.
+    """
+    import viser
+
+    gui = viewer.viser_server.gui
+    for container in getattr(gui, "_container_handle_from_id", {}).values():
+        for element in getattr(container, "_children", {}).values():
+            if hasattr(element, "add_tab"):
+                return element.add_tab(label, getattr(viser.Icon, icon, None))
+    return gui.add_folder(label)
+
+
+def console_columns(names: Sequence[str]) -> None:
+    """Has nerfstudio's console line show some scalars beside its own.
+
+    Reason: the option that chooses its columns takes nerfstudio's own names only.
+    """
+    from nerfstudio.utils import writer
+
+    for one in writer.EVENT_WRITERS:
+        tracked = getattr(one, "stats_to_track", None)
+        if isinstance(tracked, list):
+            tracked.extend(name for name in names if name not in tracked)
 
 
 def end_quickly() -> None:

@@ -25,6 +25,7 @@ from odin_nerfstudio.glue.global_random import generator_states, restore_generat
 from odin_nerfstudio.glue.interrupts import InterruptRequests
 from odin_nerfstudio.glue.launch import Place
 from odin_nerfstudio.glue.odin_pipeline import OdinPipeline, OdinPipelineConfig
+from odin_nerfstudio.glue.panel import OdinPanel
 from odin_nerfstudio.glue.recording import finish_recording, start_recording
 from odin_nerfstudio.glue.report import StepScalars, report
 from odin_nerfstudio.glue.restart import is_restart, leave_note
@@ -109,7 +110,8 @@ class OdinTrainer(Trainer):
             super().setup(test_mode)
             self.pipeline.splats.strategy.verbose = self.rank == 0  # every rank does the same surgery
             self.runner = StepRunner(self.pipeline, self.optimizers, self.transport, self._start_step, self.timer)
-            self.runner.engine.on_step(StepScalars(self.config.logging.steps_per_log))
+            self.scalars = StepScalars(self.runner.engine, self.config.logging.steps_per_log)
+            self.runner.engine.on_step(self.scalars)
             self.recorder = start_recording(self.runner.engine, self.config.pipeline.odin.record)
             if self.rank == 0 and Place.of_torchrun() is not None:
                 leave_note(self.base_dir, self._start_step + self.config.max_num_iterations)
@@ -133,6 +135,9 @@ class OdinTrainer(Trainer):
                     self.base_dir / "dataparser_transforms.json"
                 )
             self._init_viewer_state()
+            panel = None
+            if isinstance(self.viewer_state, Viewer):
+                panel = OdinPanel(self.viewer_state, self.runner, self._start_step + self.config.max_num_iterations)
             with TimeWriter(writer, EventName.TOTAL_TRAIN_TIME):
                 for step in range(self._start_step, self._start_step + self.config.max_num_iterations):
                     if self._stops_before(step):
@@ -140,7 +145,9 @@ class OdinTrainer(Trainer):
                     self._train_step(step)
             engine.drain()
             self.save_checkpoint(self.finished_step)
-            report(engine, self.config.pipeline.odin.trace)
+            sentence = report(engine, self.config.pipeline.odin.trace)
+            if panel is not None:
+                panel.finish(sentence)
             finish_recording(
                 self.recorder, engine, self.pipeline.datamanager, self.pipeline.seed, self.config.pipeline.odin.record
             )
@@ -210,6 +217,7 @@ class OdinTrainer(Trainer):
             writer.put_scalar(name="Train Loss", scalar=loss, step=step)
             writer.put_dict(name="Train Loss Dict", scalar_dict=losses, step=step)
             writer.put_dict(name="Train Metrics Dict", scalar_dict=metrics, step=step)
+            self.scalars.write(step)
             if torch.cuda.is_available():
                 memory = torch.cuda.max_memory_allocated() / 2**20
                 writer.put_scalar(name="GPU Memory (MB)", scalar=memory, step=step)

@@ -1,4 +1,4 @@
-"""What the runtime measured: scalars while training, one table and perhaps a trace at the end."""
+"""What the runtime measured: scalars while training, one table, one sentence and perhaps a trace at the end."""
 
 from __future__ import annotations
 
@@ -7,24 +7,65 @@ from pathlib import Path
 from nerfstudio.utils import writer
 from nerfstudio.utils.rich_utils import CONSOLE
 
+from odin_nerfstudio.glue.compat import console_columns
+from odin_nerfstudio.runtime.barrier_estimate import estimate, pack_timeline
 from odin_nerfstudio.runtime.engine import Engine
-from odin_nerfstudio.runtime.telemetry import StepRecord
+from odin_nerfstudio.runtime.telemetry import StepRecord, now
 from odin_nerfstudio.runtime.trace import pack_spans, summary_table, write_chrome_trace
+
+VIEWS, WAIT, HIDDEN, DELAYED = "Views / Sec", "Wait Share", "Hidden Share", "Delayed Reads"
+"""Scalars that the console line shows too. Wait: of this rank's time. Hidden: of a barrier's wait, estimated over the
+latest steps. Delayed reads: tasks of this rank that read rows late, per task."""
+_ESTIMATE_EVERY = 5.0
+"""Seconds between two questions to the other ranks, of which the hidden share is estimated."""
 
 
 class StepScalars:
-    """Averages the records of published steps into TensorBoard (or W&B) scalars of this rank, which is rank 0's."""
+    """Turns the records of published steps into scalars for TensorBoard, W&B and the console, on rank 0."""
 
-    def __init__(self, every: int) -> None:
-        """every: published steps between two entries."""
-        self._every = max(1, every)
+    def __init__(self, engine: Engine, every: int) -> None:
+        """every: published steps between two entries of the detailed scalars."""
+        self._engine, self._every = engine, max(1, every)
         self._records: list[StepRecord] = []
+        self._several = engine.transport.world_size > 1
+        self._since, self._wait, self._tasks, self._delayed, self._step = now(), 0.0, 0, 0, engine.current
+        self._asked, self._hidden = now(), 0.0
+        if engine.transport.rank == 0:
+            late = [DELAYED] if engine.policy.max_delay else []
+            console_columns([VIEWS, *([WAIT, HIDDEN, *late] if self._several else [])])
 
     def __call__(self, record: StepRecord) -> None:
         """Takes the record of a step that has been published entirely."""
+        self._wait += record.waited
+        self._tasks += record.tasks
+        self._delayed += len(record.delayed)
         self._records.append(record)
-        if len(self._records) < self._every:
-            return
+        if len(self._records) >= self._every:
+            self._write_details(record.step)
+
+    def write(self, step: int) -> None:
+        """Writes the figures of the console line; when a step is logged."""
+        seconds = max(1e-6, now() - self._since)
+        views = (self._engine.current - self._step) * self._engine.plan.views_per_step
+        writer.put_scalar(VIEWS, views / seconds, step)
+        if self._several:
+            writer.put_scalar(WAIT, min(1.0, self._wait / seconds), step)
+            writer.put_scalar(HIDDEN, self._hidden_share(), step)
+            writer.put_scalar(DELAYED, self._delayed / max(1, self._tasks), step)
+        self._since, self._wait, self._tasks, self._delayed = now(), 0.0, 0, 0
+        self._step = self._engine.current
+
+    def _hidden_share(self) -> float:
+        """As of the last answers of the other ranks; asks again every few seconds."""
+        if now() - self._asked > _ESTIMATE_EVERY:
+            found = self._engine.board.estimate()
+            if found is not None:
+                self._hidden = max(0.0, min(1.0, found.hidden))
+            self._engine.board.ask(with_timeline=True)
+            self._asked = now()
+        return self._hidden
+
+    def _write_details(self, step: int) -> None:
         count = len(self._records)
         waits: dict[str, float] = {"total": sum(r.waited for r in self._records)}
         for one in self._records:
@@ -35,21 +76,41 @@ class StepScalars:
             name: sum(getattr(r, name) for r in self._records)
             for name in ("acquire", "compute", "contribute", "publish")
         }
-        traffic = {name: sum(getattr(r, name) for r in self._records) / count for name in ("sent", "received")}
+        per_step = {
+            "sent": sum(r.sent for r in self._records),
+            "received": sum(r.received for r in self._records),
+        }
+        rows = {
+            "conflicts": sum(r.conflict_rows for r in self._records),
+            "delayed": sum(read.rows for r in self._records for read in r.delayed),
+            "deferred": sum(r.deferred_rows for r in self._records),
+        }
         for group, values, scale in (("Odin wait ms", waits, 1e3), ("Odin ms", times, 1e3)):
-            writer.put_dict(group, {k: scale * v / count for k, v in values.items()}, step=record.step)
-        writer.put_dict("Odin bytes per step", traffic, step=record.step)
+            writer.put_dict(group, {k: scale * v / count for k, v in values.items()}, step=step)
+        writer.put_dict("Odin bytes per step", {k: v / count for k, v in per_step.items()}, step=step)
+        writer.put_dict("Odin rows per step", {k: v / count for k, v in rows.items()}, step=step)
         self._records.clear()
 
 
-def report(engine: Engine, trace: Path | None) -> None:
-    """Collects what all ranks measured; rank 0 prints it. Collective: every rank calls it, after a drain."""
+def report(engine: Engine, trace: Path | None) -> str:
+    """Collects what all ranks measured; rank 0 prints it. Collective: every rank calls it, after a drain.
+
+    Returns:
+        What Odin brought in this run, in one sentence; empty on other ranks than 0, and where there is nothing to say.
+    """
     totals = engine.collect()
+    timelines = engine.gather(pack_timeline(engine.telemetry))
     parts = engine.gather(pack_spans(engine.telemetry)) if trace is not None else None
-    if totals is not None and len(totals) > 1:
+    sentence = ""
+    if totals is not None and timelines is not None and len(totals) > 1:
         CONSOLE.print("Where the ranks' time went")
         CONSOLE.print(summary_table(totals), highlight=False, soft_wrap=True)
+        found = estimate(timelines)
+        if found is not None:
+            sentence = found.sentence(engine.policy.name)
+            CONSOLE.print(sentence, highlight=False, soft_wrap=True)
     if trace is not None and parts is not None:
         trace.parent.mkdir(parents=True, exist_ok=True)
         write_chrome_trace(trace, parts)
         CONSOLE.log(f"Trace: {trace} (open it at https://ui.perfetto.dev)", markup=False)
+    return sentence

@@ -143,7 +143,6 @@ class Engine(Drains):
         record, timeline = self.telemetry.record(task.step), self.telemetry.timeline
         timeline.begin(begin)
         self.row_watch.begin()
-        self.frontier.gate_times.setdefault(task.step, begin)
         self._exchange.poll()
         self.frontier.publish_ready(task.step)
         waited = record.waited + record.publish

@@ -66,8 +66,6 @@ class Frontier:
         self.staged_rows = 0
         """Gradient rows staged since the start."""
         self.on_step: Callable[[StepRecord], None] | None = None
-        self.gate_times: dict[int, float] = {}
-        """When this rank first wanted to start a task of a step (monotonic clock)."""
         self.reduced = False
         """Rows of new steps are summed by their owners; changes at structural steps only."""
         self.traffic: Traffic | None = None
@@ -75,7 +73,6 @@ class Frontier:
         self.on_retire: Callable[[int], None] | None = None
         self.row_watch: RowWatch | None = None
         self._steps: dict[int, StepStaging] = {}
-        self._complete_at = 0.0
 
     def use_policy(self, policy: GatePolicy) -> None:
         """Decide by a policy from now on. Evidence that one policy wanted is kept up to date for later ones too."""
@@ -195,10 +192,6 @@ class Frontier:
         self.low = step + 1
         if self.low in self._steps:
             self._steps[self.low].changed = True  # its rows could not go further than the retired step so far
-        self._complete_at = max(self._complete_at, staged.completed_at)
-        if (gate := self.gate_times.get(step + 1)) is not None:
-            self.telemetry.record(step + 1).barrier_wait = max(0.0, self._complete_at - gate)
-        self.gate_times.pop(step, None)
         record = self.telemetry.finish(step)
         if record is not None and self.on_step is not None:
             self.on_step(record)

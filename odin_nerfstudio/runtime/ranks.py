@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from odin_nerfstudio.runtime.exchange import Exchange
 from odin_nerfstudio.runtime.faults import RankFailure
 from odin_nerfstudio.runtime.frontier import Frontier
+from odin_nerfstudio.runtime.status import StatusBoard
 from odin_nerfstudio.runtime.store import PublishedStore
 from odin_nerfstudio.runtime.telemetry import Telemetry, now
 from odin_nerfstudio.runtime.transport import Activity, Transport
@@ -22,6 +23,11 @@ class Rank:
     store: PublishedStore
     lookahead: int
     _exchange: Exchange
+
+    @property
+    def board(self) -> StatusBoard:
+        """What the other ranks are doing, if asked."""
+        return self._exchange.board
 
     def announce(self, word: str) -> int:
         """Tell every rank a word that takes effect at the same step on all; returns that step."""

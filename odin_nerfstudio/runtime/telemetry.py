@@ -1,9 +1,7 @@
 """Where the time of a run goes: monotonic clocks around the actual blocking calls, per rank and step.
 
-Words: *wait* is time in which this rank has a next task but may not start it (critical-path wait). *Barrier wait* is
-what
-the same task would have waited for the complete older steps on this run's own timeline; the difference is *hidden*. It
-is an estimate, since a run that really waits shifts all later times: compare two runs for a measurement.
+Words: *wait* is time in which this rank has a next task but may not start it (critical-path wait). How much more a run
+would have waited at a barrier is for `barrier_estimate` to say, from the `Timeline`.
 """
 
 from __future__ import annotations
@@ -121,7 +119,6 @@ class StepRecord:
     """Candidates, gates and shadows, without waits."""
     wait: dict[tuple[str, int], float] = field(default_factory=dict)
     """By (hazard, awaited rank); a wait for several ranks counts for the one that arrived last."""
-    barrier_wait: float = 0.0
     compute: float = 0.0
     """From the start of a task to the end of its backward pass."""
     contribute: float = 0.0
@@ -214,7 +211,6 @@ class Telemetry:
             self.totals[name] += getattr(record, name)
         self.totals["steps"] += 1
         self.totals["wait"] += record.waited
-        self.totals["hidden"] += max(0.0, record.barrier_wait - record.waited)
         for key, seconds in record.wait.items():
             self.waits[key] += seconds
         for read in record.delayed:
@@ -239,7 +235,7 @@ class Telemetry:
 
 
 _FIELDS = (
-    "acquire", "barrier_wait", "compute", "contribute", "publish",
+    "acquire", "compute", "contribute", "publish",
     "sent", "received", "active_rows", "candidate_rows", "deferred_rows", "tasks",
     "conflicts", "conflict_rows",
 )  # fmt: skip

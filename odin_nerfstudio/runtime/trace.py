@@ -92,15 +92,14 @@ def _arrow(event: dict[str, Any], leaves: bool) -> dict[str, object]:
 
 def summary_table(totals: Sequence[dict[str, float]]) -> str:
     """All ranks' totals (`Engine.collect`) as a table of text: where each rank's time went, and its traffic."""
-    header = ("rank", "tasks", "elapsed", "compute", "acquire", "contribute", "publish", "wait", "hidden", "MB sent")
+    header = ("rank", "tasks", "elapsed", "compute", "acquire", "contribute", "publish", "wait", "MB sent")
     lines = ["".join(f"{h:>11}" for h in header)]
     for t in totals:
         whole = max(t["elapsed"], 1e-9)
         shares = [
             f"{100 * t.get(k, 0.0) / whole:.1f} %" for k in ("compute", "acquire", "contribute", "publish", "wait")
         ]
-        hidden = f"{100 * t.get('hidden', 0.0) / whole:.1f} %"
-        cells = [f"{t['rank']:.0f}", f"{t.get('tasks', 0):.0f}", f"{whole:.1f} s", *shares, hidden]
+        cells = [f"{t['rank']:.0f}", f"{t.get('tasks', 0):.0f}", f"{whole:.1f} s", *shares]
         lines.append("".join(f"{c:>11}" for c in [*cells, f"{t.get('sent', 0.0) / 1e6:.1f}"]))
     waits: dict[str, float] = {}
     for t in totals:

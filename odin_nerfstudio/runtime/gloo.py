@@ -216,6 +216,8 @@ class GlooTransport:
             while True:
                 words = reader.read(heard)
                 self.bytes_received += 4 * words.shape[0]
+                if self.observer is not None:
+                    self.observer("receive", peer.rank, words, peer.heard, peer.heard)
                 if self._handle(peer, words, peer.heard):
                     return
         except (RuntimeError, ValueError) as error:

@@ -46,8 +46,10 @@ class Run(Toy):
     """One run of the sharded toy; what `Toy` says of discs holds for splats."""
 
     primitives: int = 500
-    steps: int = 26
-    placement: str = "sharded"
+    steps: int = 20
+    refine_every: int = 6
+    reset_every: int = 9
+    imbalance: float = 0.2
     absgrad: bool = True
     antialiased: bool = False
     scattered: bool = False
@@ -82,9 +84,9 @@ class SplatScene:
         self.parameters = torch.nn.ParameterDict({k: torch.nn.Parameter(v) for k, v in values.items()})
         self.optimizers = {k: torch.optim.Adam([p], lr=self.rates[k], eps=1e-15) for k, p in self.parameters.items()}
         settings = {
-            "prune_opa": 0.05, "grow_grad2d": 0.012, "grow_scale3d": 0.1, "prune_scale3d": 1.0, "refine_start_iter": 5,
-            "refine_every": run.refine_every, "reset_every": run.reset_every, "refine_stop_iter": 10**6,
-            "absgrad": run.absgrad, "verbose": False,
+            "prune_opa": 0.08, "grow_grad2d": 0.003, "grow_scale3d": 0.11, "prune_scale3d": 0.15,
+            "refine_start_iter": 5, "refine_every": run.refine_every, "reset_every": run.reset_every, 
+            "refine_stop_iter": 10**6, "absgrad": run.absgrad, "verbose": False,
         }  # fmt: skip
         self.strategy = ShardStrategy(**settings)
         self.stock = Fed(**settings)
@@ -227,7 +229,7 @@ def sharded(run: Run, transport: Any) -> ShardedEngine:
     table = make_table(scene, lambda: holder[0].owner.total)
     engine = ShardedEngine(
         ToyPlan(run, transport.world_size), table, ids.int(), run.primitives, scene, transport, policy_of(run), options,
-        scene.structural,
+        scene.structural, imbalance=run.imbalance,
     )  # fmt: skip
     holder.append(engine)
     scene.strategy.engine = engine

@@ -24,8 +24,10 @@ from odin_nerfstudio.runtime.sharded.packets import (
 )
 from odin_nerfstudio.runtime.transport import LocalTransport
 
-USUAL = Run()
-OTHER = Run(lanes=3, views=4, primitives=300, empty_view=True, scattered=True, absgrad=False, antialiased=True, steps=17)
+USUAL = Run(primitives=300)
+OTHER = Run(
+    lanes=3, views=4, primitives=200, empty_view=True, scattered=True, absgrad=False, antialiased=True, steps=14
+)  # fmt: skip
 RUNS = {
     1: {"usual-quality": USUAL, "usual-barrier": dc.replace(USUAL, mode="barrier"), "other-quality": OTHER},
     2: {
@@ -33,7 +35,10 @@ RUNS = {
         "usual-barrier": dc.replace(USUAL, mode="barrier"),
         "other-quality": dc.replace(OTHER, jitter=0.003),
     },
-    3: {"usual-quality": dc.replace(USUAL, jitter=0.003, lookahead=1), "other-barrier": dc.replace(OTHER, mode="barrier")},
+    3: {
+        "usual-quality": dc.replace(USUAL, jitter=0.003, lookahead=1, imbalance=0.02),
+        "other-barrier": dc.replace(OTHER, mode="barrier"),
+    },
     4: {"usual-quality": dc.replace(USUAL, jitter=0.003)},
 }
 

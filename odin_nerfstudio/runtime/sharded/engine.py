@@ -45,10 +45,12 @@ from odin_nerfstudio.runtime.keyed import keyed_randomness
 from odin_nerfstudio.runtime.publication import Publisher
 from odin_nerfstudio.runtime.ranks import Rank
 from odin_nerfstudio.runtime.shadow import Task
+from odin_nerfstudio.runtime.sharded.balance import Balance
 from odin_nerfstudio.runtime.sharded.exchange import ShardExchange
 from odin_nerfstudio.runtime.sharded.numbering import SEGMENTS, Masks, new_ids
 from odin_nerfstudio.runtime.sharded.owner import Owner, Projector
 from odin_nerfstudio.runtime.sharded.views import MergedView, ViewTask, norms_of
+from odin_nerfstudio.runtime.status import StatusBoard
 from odin_nerfstudio.runtime.store import PublishedStore, RowTable
 from odin_nerfstudio.runtime.telemetry import StepRecord, Telemetry, now
 from odin_nerfstudio.runtime.transport import Activity, LocalTransport, Transport
@@ -73,10 +75,13 @@ class ShardedEngine(Rank):
         is_structural: Callable[[int], bool] = lambda step: False,
         is_fence: Callable[[int], bool] = lambda step: False,
         start_step: int = 0,
+        imbalance: float = 0.2,
     ) -> None:
         """
         Args:
             ids: Place in the whole model of each row of the table, ascending. [n] int32.
+            is_fence: Whether something looks at the state of all rows after a step.
+            imbalance: At a structural step rows change hands if the largest shard exceeds the mean by more than this.
 
         Raises:
             ValueError: More than 255 lanes, or ids that do not fit the table.
@@ -93,7 +98,8 @@ class ShardedEngine(Rank):
         self.is_structural, self._is_fence = is_structural, is_fence
         self.telemetry = Telemetry(self.transport.rank, self.options.trace)
         self.publisher = Publisher([table], self.options.debug)
-        self._released = start_step
+        self._released = self._recorded = start_step
+        self._on_step: Callable[[StepRecord], None] | None = None
         self._exchange = ShardExchange(self)
         self.owner = Owner(
             plan,
@@ -110,6 +116,7 @@ class ShardedEngine(Rank):
             start_step,
         )
         self.frontier = cast(Frontier, self.owner)
+        self.balance = Balance(self, imbalance)
         self._open: set[tuple[int, int]] = set()
         self._done: set[tuple[int, int]] = set()
         self.store.start(start_step)
@@ -128,6 +135,11 @@ class ShardedEngine(Rank):
         return self._exchange
 
     @property
+    def board(self) -> StatusBoard:
+        """What the other ranks are doing."""
+        return self._exchange.board
+
+    @property
     def current(self) -> int:
         """The step that this rank works on: its views of all older ones are rendered."""
         return self.owner.current
@@ -144,7 +156,7 @@ class ShardedEngine(Rank):
 
     def on_step(self, call: Callable[[StepRecord], None]) -> None:
         """Have a function called with the record of every step that is published entirely."""
-        self.owner.on_step = call
+        self._on_step = call
 
     def is_fence(self, step: int) -> bool:
         """Whether the state after a step is looked at before anything of the next one is published."""
@@ -305,6 +317,7 @@ class ShardedEngine(Rank):
         owner.take_rows(ids, total, step + 1)
         if owner.evidence is not None:
             owner.evidence.resize(parents, before)
+        self.balance.keep(state, step + 1)
         self.telemetry.structural(step, begin, now())
 
     # -- work for others
@@ -312,7 +325,15 @@ class ShardedEngine(Rank):
     def _serve(self) -> None:
         """Take in what has arrived, and do all that may be done with it."""
         self._exchange.poll()
+        self._advance()
+
+    def _advance(self) -> None:
         self.owner.advance()
+        while self._recorded < min(self.low, self.current):  # this rank's views and rows of the step are through
+            record = self.telemetry.finish(self._recorded)
+            self._recorded += 1
+            if record is not None and self._on_step is not None:
+                self._on_step(record)
 
     def _await(self, step: int, decision: Decision) -> None:
         """Block until a message arrives, count the wait, and do all that may be done now."""
@@ -321,4 +342,4 @@ class ShardedEngine(Rank):
         peer = self._exchange.wait(step, decision)
         self.telemetry.waited(step, decision.hazard or BARRIER, peer, begin, now())
         self.telemetry.enter("updating", step)
-        self.owner.advance()
+        self._advance()

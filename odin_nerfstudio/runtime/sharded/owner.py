@@ -28,7 +28,7 @@ from odin_nerfstudio.runtime.sharded.staging import OwnerStaging
 from odin_nerfstudio.runtime.sharded.views import NO_GRADIENT
 from odin_nerfstudio.runtime.staging import Phase
 from odin_nerfstudio.runtime.store import RowTable
-from odin_nerfstudio.runtime.telemetry import StepRecord, Telemetry, now
+from odin_nerfstudio.runtime.telemetry import Telemetry, now
 
 
 class Projector(Protocol):
@@ -75,7 +75,6 @@ class Owner:
         self.evidence = found if isinstance(found := getattr(policy, "evidence", None), EvidenceStore) else None
         self.staged_rows = 0
         """Gradient rows staged since the start."""
-        self.on_step: Callable[[StepRecord], None] | None = None
         self.changed = True
         """Something happened since all that may be done was done."""
         self._pool = ShadowPool(table)
@@ -288,9 +287,6 @@ class Owner:
         self.low = staged.step + 1
         if self.low in self._steps:
             self._steps[self.low].changed = True
-        record = self.telemetry.finish(staged.step)
-        if record is not None and self.on_step is not None:
-            self.on_step(record)
 
     # -- for those who wait
 

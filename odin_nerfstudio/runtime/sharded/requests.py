@@ -154,8 +154,8 @@ class Requests:
     ) -> dict[str, Tensor] | None:
         """All ranks' rows in the order of the whole model, on rank 0; None elsewhere. Collective, at a drain.
 
-        Rank 0 asks one owner after the other for pieces of at most `CHUNK` bytes, one on its way while another is put in
-        place; beside what `make` returns it needs no more memory than two of them.
+        Rank 0 asks one owner after the other for pieces of at most `CHUNK` bytes, one on its way while another is put
+        in place; beside what `make` returns it needs no more memory than two of them.
 
         Args:
             tensors: Per-row tensors of this rank, of 4-byte types; the same names on all. [n, ...] each.

@@ -3,9 +3,9 @@
 Decisions, duplication, pruning and resets look at rows one by one. Splitting draws its random numbers for all split
 rows of the model at once, and torch's kernels may round the last elements of a tensor otherwise than the others; so it
 is done over as many rows as the whole model splits, with this rank's rows in their places and dummies in the others.
-That is ``split`` of gsplat 1.4.0 (gsplat/strategy/ops.py), with its arithmetic. What remains: ``sigmoid`` and ``exp`` of the
-thresholds run over a shard instead of over all rows, where a value within one rounding of a threshold, among the last
-rows of the model, could be judged otherwise.
+That is ``split`` of gsplat 1.4.0 (gsplat/strategy/ops.py), with its arithmetic. What remains: ``sigmoid`` and ``exp``
+of the thresholds run over a shard instead of over all rows, where a value within one rounding of a threshold, among the
+last rows of the model, could be judged otherwise.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ stretches that alternate between the modes, without structural steps; every stre
 together. ``comm share`` is the time that a step's messages take on the link over a step's compute time. Links slower
 than loopback are two network namespaces with a token bucket (needs root and iproute2; left out, and said, elsewhere).
 ``to one rank`` compares with one process that renders the same views; ``late`` is the share of tasks that started on
-some rows that lacked updates (throughput mode).
+some rows that lacked updates (throughput mode). ``estimated`` is what a run says of itself: its ratio to barrier by the
+replay of its own times (`runtime.barrier_estimate`), to compare with the measured one beside it.
 
 The ceiling of any gain over barrier is 1 / (1 - barrier's wait share).
 """
@@ -61,6 +62,8 @@ class Options:
     """Also measure on loopback with a sleep in every task, exponentially distributed with this mean."""
     checkpoints: Path | None = None
     """Keep the trained checkpoints in this folder, and use those that are there."""
+    traces: Path | None = None
+    """Write a trace of the last stretch of each mode on each link into this folder (see plot_traces.py)."""
     json: Path | None = None
     """Write all figures here."""
     docs: Path | None = REPOSITORY / "docs" / "results.md"
@@ -186,6 +189,7 @@ def rows_of(
                     sum(one.get("delayed_tasks", 0.0) for one in at) / sum(one["tasks"] for one in at)
                     for at in zip(*stretches)
                 ),
+                "estimated_ratio": statistics.median(s.get("estimated_gain", 1.0) for s in stretches[0]),
                 "wait_per_view": per_view,
             }
         )
@@ -208,11 +212,13 @@ def measure(scene: Path, options: Options) -> list[dict[str, Any]]:
         job: dict[str, Any] = {
             **{"scene": str(scene.resolve()), "checkpoint": str(checkpoint), "downscales": options.downscales},
             **{"lanes": RANKS, "modes": ["barrier"], "steps": options.steps, "repeats": options.repeats},
-            **{"order": options.orders[0], "skew_ms": 0.0},
+            **{"order": options.orders[0], "skew_ms": 0.0, "traces": ""},
         }
 
         def add(link: str, share: float, prefixes: list[list[str]], address: str = "127.0.0.1") -> list[Any]:
-            ranks = run_ranks({**job, "modes": options.modes}, folder, prefixes, address)
+            name = f"{scene.name}-{link}-{job['order']}".replace("/", "").replace(" ", "-").replace(",", "")
+            traces = str(options.traces.resolve() / name) if options.traces else ""
+            ranks = run_ranks({**job, "modes": options.modes, "traces": traces}, folder, prefixes, address)
             new = rows_of(ranks, job, link, share, alone)
             rows.extend(new)
             for row in new:
@@ -255,6 +261,7 @@ def table(rows: list[dict[str, Any]], command: str) -> str:
         "views/s": lambda row: f"{row['views_per_second']:.2f}",
         "to one rank": lambda row: f"{row['ratio_to_one_rank']:.2f}",
         "to barrier (spread)": lambda row: f"{row['ratio_to_barrier']:.3f} ({row['ratio_spread']:.3f})",
+        "estimated": lambda row: f"{row['estimated_ratio']:.3f}",
         "ceiling": lambda row: f"{row['ceiling']:.2f}",
         "waits": lambda row: f"{100 * row['wait_share']:.0f} %",
         "hidden": lambda row: f"{100 * row['hidden_share']:.0f} %",

@@ -15,8 +15,10 @@ from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParserConfig
 
 from odin_nerfstudio.glue.launch import Place, divide_threads, join_group
 from odin_nerfstudio.glue.odin_trainer import OdinTrainer
+from odin_nerfstudio.runtime.barrier_estimate import estimate, pack_timeline
 from odin_nerfstudio.runtime.keyed import keyed_generator
 from odin_nerfstudio.runtime.policies import make_policy
+from odin_nerfstudio.runtime.trace import pack_spans, write_chrome_trace
 
 
 def base_config(job: dict[str, Any]) -> Any:
@@ -45,17 +47,19 @@ def config_for(job: dict[str, Any]) -> Any:
     config = base_config(job)
     config.pipeline.odin.views_per_step = job["lanes"]
     config.pipeline.odin.scale_schedule = False
+    config.pipeline.odin.trace = Path(job["traces"]) if job.get("traces") else None
     config.max_num_iterations = 10**9
     config.load_checkpoint = Path(job["checkpoint"])
     return config
 
 
-def stretch(trainer: OdinTrainer, mode: str, first: int, steps: int) -> dict[str, Any]:
-    """Trains some steps in a mode; wall time and this rank's telemetry."""
+def stretch(trainer: OdinTrainer, mode: str, first: int, steps: int, trace: Path | None) -> dict[str, Any]:
+    """Trains some steps in a mode; wall time and this rank's telemetry. trace: file to write a trace to."""
     engine = trainer.runner.engine
     engine.drain()
     engine.use_policy(make_policy(mode))
     engine.telemetry.reset()
+    engine.telemetry.spans.clear()
     if dist.is_initialized():
         dist.barrier()
     start = time.monotonic()
@@ -65,7 +69,14 @@ def stretch(trainer: OdinTrainer, mode: str, first: int, steps: int) -> dict[str
     if dist.is_initialized():
         dist.barrier()
     seconds = time.monotonic() - start
-    return {"mode": mode, "seconds": seconds, "steps": steps, **engine.telemetry.summary()}
+    summary = {"mode": mode, "seconds": seconds, "steps": steps, **engine.telemetry.summary()}
+    parts = engine.gather(pack_timeline(engine.telemetry))
+    if parts is not None and (found := estimate(parts)) is not None:
+        summary["estimated_gain"] = found.gain
+    if trace is not None and (spans := engine.gather(pack_spans(engine.telemetry))) is not None:
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        write_chrome_trace(trace, spans)
+    return summary
 
 
 def add_skew(trainer: OdinTrainer, mean_ms: float) -> None:
@@ -101,7 +112,8 @@ def main() -> None:
         add_skew(trainer, job["skew_ms"])
     step, results = trainer._start_step, []
     for mode in [job["modes"][-1], *job["modes"] * job["repeats"]]:  # the first stretch warms up and is dropped
-        results.append(stretch(trainer, mode, step, job["steps"]))
+        trace = Path(f"{job['traces']}-{mode}.json") if job.get("traces") else None
+        results.append(stretch(trainer, mode, step, job["steps"], trace))
         step += job["steps"]
     Path(f"{job['result']}.{place.rank}").write_text(json.dumps(results[1:]))
     trainer.runner.engine.close()

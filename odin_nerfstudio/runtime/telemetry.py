@@ -65,7 +65,8 @@ class Timeline:
         """Per contribution of a peer: `ARRIVAL_COLUMNS`; the last is the arrival of its last part (monotonic)."""
         self._mark: float | None = None
         self._spent: dict[str, float] = dict.fromkeys(("after", "gating", "paused", "publish", "wait"), 0.0)
-        self._whole: deque[float] = deque(maxlen=9)
+        self._whole: deque[float] = deque(maxlen=15)
+        self._published: deque[float] = deque(maxlen=15)
 
     def begin(self, time: float) -> None:
         """The rank is about to start a task; counts for the first one only."""
@@ -89,7 +90,11 @@ class Timeline:
         spent, mark = self._spent, self._mark
         assert mark is not None
         before = end - mark - sum(spent.values())
-        publish = sorted(self._whole)[len(self._whole) // 2] if self._whole else spent["publish"]
+        if not self.tasks or self.tasks[-len(self.TASK_COLUMNS)] != step:
+            self._published.append(spent["publish"])
+        publish = sum(self._published) / len(self._published)
+        if len(self._whole) > 2:  # finer gates publish a step in parts, which takes longer
+            publish = min(publish, sorted(self._whole)[len(self._whole) // 2])
         wait, paused = spent["wait"], spent["paused"]
         self.tasks.extend((step, lane, max(0.0, before), spent["after"], publish, wait, paused, end))
         self._mark = end

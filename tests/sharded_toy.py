@@ -85,7 +85,7 @@ class SplatScene:
         self.optimizers = {k: torch.optim.Adam([p], lr=self.rates[k], eps=1e-15) for k, p in self.parameters.items()}
         settings = {
             "prune_opa": 0.08, "grow_grad2d": 0.003, "grow_scale3d": 0.11, "prune_scale3d": 0.15,
-            "refine_start_iter": 5, "refine_every": run.refine_every, "reset_every": run.reset_every, 
+            "refine_start_iter": 5, "refine_every": run.refine_every, "reset_every": run.reset_every,
             "refine_stop_iter": 10**6, "absgrad": run.absgrad, "verbose": False,
         }  # fmt: skip
         self.strategy = ShardStrategy(**settings)

@@ -109,8 +109,10 @@ def find_checkpoint(load_dir: Path, load_step: int | None) -> Path:
     return found[load_step]
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
+def read_checkpoint(path: Path, mapped: bool = False) -> dict[str, Any]:
     """Reads a checkpoint, of this package or of splatfacto, with torch's safe loader.
+
+    mapped: tensors stay in the file until they are looked at.
 
     Checkpoints that nerfstudio itself wrote hold numpy scalars; exactly these are allowed besides.
 
@@ -123,6 +125,6 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     allowed.append(np.core.multiarray.scalar)  # type: ignore[attr-defined]
     try:
         with torch.serialization.safe_globals(allowed):
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read as a checkpoint: {error}") from error

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from nerfstudio.utils.rich_utils import CONSOLE
 
-from odin_nerfstudio.glue import restart
+from odin_nerfstudio.glue import restart, sharding
 from odin_nerfstudio.glue.checkpoint import CheckpointError, find_checkpoint, read_checkpoint
 from odin_nerfstudio.glue.devices import check_backend
 from odin_nerfstudio.glue.launch import Place, broadcast_text, check_machines, divide_threads, use_own_worker
@@ -41,6 +41,8 @@ def prepare(config: OdinTrainerConfig) -> None:
     options, machine = config.pipeline.odin, config.machine
     check_machines(machine)
     _refuse_unsupported(config)
+    if options.placement == "sharded" and (reason := sharding.refusal(config)) is not None:
+        raise SystemExit(f"Error: --pipeline.odin.placement sharded: {reason}")
     if (reason := refusal(config.pipeline.model)) is not None:
         raise SystemExit(f"Error: {reason}")
     if machine.device_type == "cuda" and not torch.cuda.is_available():

@@ -40,8 +40,10 @@ class OdinOptions:
     """How messages travel between devices. "nccl": from CUDA device to CUDA device, for which every rank needs a device
     of its own. "gloo": through host memory, on the CPU and where ranks share a CUDA device. Default: nccl where it can
     be used, else gloo."""
-    placement: Literal["replicated"] = "replicated"
-    """Where primitives live. "replicated": every device holds all of them and applies every update."""
+    placement: Literal["replicated", "sharded"] = "replicated"
+    """Where primitives live. "replicated": every device holds all of them and applies every update. "sharded": every
+    primitive has one owner, which projects it for all views, so that memory per device falls with their number; for
+    models that one device cannot hold."""
     scale_schedule: bool = True
     """With several views per step, divide all intervals that count steps (training length, warm-up, refinement, resets,
     resolution, spherical harmonics) by that number, multiply learning rates by its square root and raise Adam's betas

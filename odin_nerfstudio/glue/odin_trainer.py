@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -48,6 +48,14 @@ class OdinTrainerConfig(TrainerConfig):
     _target: type = field(default_factory=lambda: OdinTrainer)
     pipeline: OdinPipelineConfig = field(default_factory=OdinPipelineConfig)
     """Pipeline configuration."""
+
+    def setup(self, **kwargs: Any) -> OdinTrainer:
+        """The trainer of the placement."""
+        if self.pipeline.odin.placement == "sharded":
+            from odin_nerfstudio.glue.sharded_trainer import ShardedTrainer
+
+            return ShardedTrainer(self, **kwargs)
+        return super().setup(**kwargs)
 
     def set_timestamp(self) -> None:
         """Runs in the process that the user started, before anything is written."""
@@ -109,7 +117,7 @@ class OdinTrainer(Trainer):
         try:
             super().setup(test_mode)
             self.pipeline.splats.strategy.verbose = self.rank == 0  # every rank does the same surgery
-            self.runner = StepRunner(self.pipeline, self.optimizers, self.transport, self._start_step, self.timer)
+            self.runner = self._make_runner()
             self.scalars = StepScalars(self.runner.engine, self.config.logging.steps_per_log)
             self.runner.engine.on_step(self.scalars)
             self.recorder = start_recording(self.runner.engine, self.config.pipeline.odin.record)
@@ -124,6 +132,14 @@ class OdinTrainer(Trainer):
                 raise SystemExit(f"Error: {error}") from error
             raise
 
+    def _make_runner(self) -> StepRunner:
+        return StepRunner(self.pipeline, self.optimizers, self.transport, self._start_step, self.timer)
+
+    def _make_panel(self) -> OdinPanel | None:
+        if not isinstance(self.viewer_state, Viewer):
+            return None
+        return OdinPanel(self.viewer_state, self.runner, self._start_step + self.config.max_num_iterations)
+
     # The loop -------------------------------------------------------------------------------------------------
 
     def train(self) -> None:
@@ -135,9 +151,7 @@ class OdinTrainer(Trainer):
                     self.base_dir / "dataparser_transforms.json"
                 )
             self._init_viewer_state()
-            panel = None
-            if isinstance(self.viewer_state, Viewer):
-                panel = OdinPanel(self.viewer_state, self.runner, self._start_step + self.config.max_num_iterations)
+            panel = self._make_panel()
             with TimeWriter(writer, EventName.TOTAL_TRAIN_TIME):
                 for step in range(self._start_step, self._start_step + self.config.max_num_iterations):
                     if self._stops_before(step):
@@ -179,7 +193,7 @@ class OdinTrainer(Trainer):
                     engine.idle(0.02)
         if getattr(self, "stop_training", False):  # nerfstudio's shutdown() asks so
             self._interrupt.requested = True
-        if self._interrupt.requested and self.world_size == 1:
+        if self._interrupt.requested and self.world_size == 1 and self.stops_at_once:
             return True
         if self._interrupt.requested and not self._announced:
             engine.announce(STOP)
@@ -190,6 +204,8 @@ class OdinTrainer(Trainer):
         return stops
 
     _announced = False
+    stops_at_once = True
+    """With one rank, any step may be the last."""
 
     def _say_stopping(self) -> None:
         self.config.viewer.quit_on_train_completion = True
@@ -230,13 +246,20 @@ class OdinTrainer(Trainer):
         for callback in self.callbacks:
             callback.run_callback_at_location(step, location=location)
 
-    def _evaluate_if_due(self, step: int) -> None:
-        """Evaluates on rank 0, on the complete state; the other ranks go on as far as they may."""
+    def _evaluates(self) -> bool:
+        """Whether this rank evaluates at all: where somebody reads the result, and there are views for it."""
         config = self.config
         wanted = config.is_tensorboard_enabled() or config.is_wandb_enabled() or config.is_comet_enabled()
+        return self.rank == 0 and wanted and bool(self.pipeline.datamanager.eval_dataset)
+
+    def _evaluation_due(self, step: int) -> bool:
+        config = self.config
         intervals = (config.steps_per_eval_batch, config.steps_per_eval_image, config.steps_per_eval_all_images)
-        due = any(step_check(step, interval) for interval in intervals)
-        if self.rank != 0 or not wanted or not due or not self.pipeline.datamanager.eval_dataset:
+        return any(step_check(step, interval) for interval in intervals)
+
+    def _evaluate_if_due(self, step: int) -> None:
+        """Evaluates on rank 0, on the complete state; the other ranks go on as far as they may."""
+        if not self._evaluates() or not self._evaluation_due(step):
             return
         with self.train_lock, self.runner.engine.busy():
             self.runner.engine.drain()
@@ -259,37 +282,49 @@ class OdinTrainer(Trainer):
         if step < 0:
             CONSOLE.log("Nothing to save: no step was finished")
             return
-        path = self.checkpoint_dir / f"step-{step:09d}.ckpt"
-        with ExitStack() as stack:
-            stack.enter_context(self.runner.engine.busy())
+        with self.runner.engine.busy():
             self.runner.engine.drain()
-            state = {
-                "step": step,
-                "pipeline": self.pipeline.state_dict(),
-                "optimizers": {k: v.state_dict() for k, v in self.optimizers.optimizers.items()},
-                "schedulers": {k: v.state_dict() for k, v in self.optimizers.schedulers.items()},
-                "scalers": self.grad_scaler.state_dict(),
-                RESUME_KEY: {
-                    "format": 1,
-                    "seed": self.pipeline.seed,
-                    "views_per_step": self.runner.plan.views_per_step,
-                    "model": self.pipeline.splats.resume_state(),
-                    "generators": generator_states(),
-                },
-            }
-            write_checkpoint(state, path, self.base_dir / "checkpoint_being_written")
+            self._write_checkpoint(step, self._state(step))
         self._saved_step = step
+
+    def _state(self, step: int) -> dict[str, Any]:
+        return {
+            "step": step,
+            "pipeline": self.pipeline.state_dict(),
+            "optimizers": {k: v.state_dict() for k, v in self.optimizers.optimizers.items()},
+            "schedulers": {k: v.state_dict() for k, v in self.optimizers.schedulers.items()},
+            "scalers": self.grad_scaler.state_dict(),
+            RESUME_KEY: {
+                "format": 1,
+                "seed": self.pipeline.seed,
+                "views_per_step": self.runner.plan.views_per_step,
+                "model": self.pipeline.splats.resume_state(),
+                "generators": generator_states(),
+            },
+        }
+
+    @property
+    def _staging(self) -> Path:
+        """Where checkpoints are written before they are renamed."""
+        return self.base_dir / "checkpoint_being_written"
+
+    def _write_checkpoint(self, step: int, state: dict[str, Any]) -> None:
+        path = self.checkpoint_dir / f"step-{step:09d}.ckpt"
+        write_checkpoint(state, path, self._staging)
         if self.config.save_only_latest_checkpoint:
             for other in self.checkpoint_dir.glob("*.ckpt"):
                 if other != path:
                     other.unlink()
+
+    def _read_checkpoint(self, path: Path) -> dict[str, Any]:
+        return read_checkpoint(path)
 
     def _load_checkpoint(self) -> None:
         """Goes on from --load-dir (and --load-step) or --load-checkpoint, exactly where it was."""
         path = checkpoint_to_load(self.config)
         if path is None:
             return
-        state = read_checkpoint(path)
+        state = self._read_checkpoint(path)
         self._start_step = state["step"] + 1
         self.finished_step = self._saved_step = state["step"]
         self.pipeline.load_pipeline(state["pipeline"], state["step"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +13,7 @@ from nerfstudio.engine.optimizers import Optimizers
 from torch import Tensor
 
 from odin_nerfstudio.glue.cameras import view_geometry
+from odin_nerfstudio.glue.checkpoint import CheckpointError
 from odin_nerfstudio.glue.odin_pipeline import OdinPipeline
 from odin_nerfstudio.planning.schedule import Plan
 from odin_nerfstudio.planning.shards import ShardTree, assign, divide
@@ -49,17 +51,22 @@ def rows_of(tree: ShardTree, means: Tensor, rank: int) -> Tensor:
     return torch.from_numpy(np.flatnonzero(tree.owner(means.detach().numpy()) == rank))
 
 
-def cut_checkpoint(state: dict[str, Any], ids: Tensor) -> dict[str, Any]:
-    """A checkpoint with some rows of every per-primitive tensor. What it is cut from may be mapped from a file.
+def means_of(state: dict[str, Any]) -> Tensor:
+    """Positions of a checkpoint's primitives. [N, 3].
 
     Raises:
-        ValueError: It holds no primitives, or in the layout before nerfstudio 1.0.
+        ValueError: It holds none, or in the layout before nerfstudio 1.0.
     """
     pipeline = state["pipeline"]
     key = next((k for k in pipeline if k.endswith("gauss_params.means")), None)
     if key is None:
-        raise ValueError("the checkpoint has no gauss_params; train it on with placement replicated first")
-    total = pipeline[key].shape[0]
+        raise ValueError("there are no gauss_params in this checkpoint; go on with placement replicated first")
+    return pipeline[key]
+
+
+def cut_checkpoint(state: dict[str, Any], ids: Tensor) -> dict[str, Any]:
+    """A checkpoint with some rows of every per-primitive tensor. What it is cut from may be mapped from a file."""
+    pipeline, total = state["pipeline"], means_of(state).shape[0]
 
     def cut(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -107,8 +114,8 @@ def put_whole(state: dict[str, Any], whole: Mapping[str, Tensor], total: int) ->
             state["pipeline"][PARAMETER + rest] = value
         elif kind == "moment":
             group, key = rest.rsplit(".", 1)
-            for held in cast(dict, state["optimizers"][group]["state"]).values():
-                held[key] = value
+            held = cast(dict, state["optimizers"][group]["state"])
+            state["optimizers"][group]["state"] = {k: {**v, key: value} for k, v in held.items()}
         else:
             state["odin"]["model"]["strategy"][rest] = value
     for key, value in state["pipeline"].items():
@@ -121,15 +128,27 @@ class OnDisk:
 
     def __init__(self, folder: Path) -> None:
         """folder: Where the files go; it must be writable, and have room for the whole state."""
-        folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._files: list[Path] = []
 
     def make(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor in a new file."""
+        """A tensor in a new file, whose room is reserved.
+
+        Raises:
+            CheckpointError: The disk is full or not writable.
+        """
         path = self._folder / f"gathered.{name}"
-        self._files.append(path)
         count = int(torch.Size(shape).numel())
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._files.append(path)
+            with path.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, max(1, count * dtype.itemsize))
+        except OSError as error:
+            raise CheckpointError(
+                f"could not gather the model in {self._folder}: {error}. Earlier checkpoints are untouched; free some "
+                "space or choose another --output-dir, then resume with --load-dir."
+            ) from error
         return torch.from_file(str(path), shared=True, size=count, dtype=dtype).view(shape)
 
     def remove(self) -> None:
@@ -137,3 +156,5 @@ class OnDisk:
         for path in self._files:
             path.unlink(missing_ok=True)
         self._files.clear()
+        if self._folder.is_dir() and not any(self._folder.iterdir()):
+            self._folder.rmdir()

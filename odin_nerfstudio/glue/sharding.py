@@ -1,0 +1,34 @@
+"""What placement ``sharded`` cannot do, found before anything starts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from odin_nerfstudio.glue.odin_trainer import OdinTrainerConfig
+
+
+def refusal(config: OdinTrainerConfig) -> str | None:
+    """Why a job cannot train with sharded primitives, and what to do; ``None``: it can."""
+    from odin_nerfstudio.glue.odin_model import OdinSplatfactoModel
+
+    options, model = config.pipeline.odin, config.pipeline.model
+    given: Any = model
+    if model._target is not OdinSplatfactoModel:
+        return f"{config.method_name} renders otherwise than odin-splatfacto; use placement replicated"
+    if getattr(given, "strategy", "default") != "default":
+        return "its strategy relocates primitives across the whole model; use --pipeline.model.strategy default"
+    if given.camera_optimizer.mode != "off":
+        return (
+            "the gradient of a camera is a sum over all owners, which is not exchanged; use"
+            " --pipeline.model.camera-optimizer.mode off"
+        )
+    if given.use_bilateral_grid:
+        return "bilateral grids have no owner; use --pipeline.model.use-bilateral-grid False"
+    if config.machine.device_type != "cpu":
+        return "owners project on the CPU only so far; use --machine.device-type cpu, or placement replicated"
+    if options.backend == "nccl":
+        return "splats travel through gloo; use --pipeline.odin.backend gloo"
+    if options.record is not None:
+        return "recordings are made with placement replicated; leave out --pipeline.odin.record"
+    return None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,6 +12,7 @@ import numpy as np
 import torch
 import yaml
 from nerfstudio.engine.callbacks import TrainingCallbackLocation
+from nerfstudio.utils import writer
 from nerfstudio.utils.rich_utils import CONSOLE
 
 from odin_nerfstudio.glue.odin_trainer import OdinTrainer, OdinTrainerConfig
@@ -39,7 +42,7 @@ def record_checkpoint(load_config: Path, output: Path, repeats: int = 2, block: 
     Raises:
         ValueError: The file is no configuration of an Odin run.
     """
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, _own_writers():
         trainer = _trainer(load_config, Path(scratch))
         recorder = Recorder(trainer.runner.engine)
         _render_views(trainer, recorder, repeats)
@@ -55,6 +58,16 @@ def record_checkpoint(load_config: Path, output: Path, repeats: int = 2, block: 
         )
         trainer.runner.engine.close()
     return recording
+
+
+@contextmanager
+def _own_writers() -> Iterator[None]:
+    """Forget nerfstudio's writers for the folder that will be gone, which are global."""
+    before = list(writer.EVENT_WRITERS)
+    try:
+        yield
+    finally:
+        writer.EVENT_WRITERS[:] = before
 
 
 def _trainer(load_config: Path, scratch: Path) -> OdinTrainer:

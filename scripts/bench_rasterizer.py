@@ -1,9 +1,10 @@
-"""Times of the CPU rasterizer: random scenes of three sizes, and the dense twin on a small one.
+"""Times of the CPU rasterizers of Gaussians and of surfels on random scenes, and of the dense twin on a small one.
 
     python scripts/bench_rasterizer.py [--threads N] [--repeats N] [--json FILE]
 
 Every time is the fastest of several repetitions, forward alone and forward with backward, with spherical harmonics of
-degree 3 and absolute gradients on. Run it on a machine that does nothing else.
+degree 3; of Gaussians with absolute gradients, of surfels with depth and all geometric images, and their gradients too.
+Run it on a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from odin_nerfstudio.rendering import rasterization, set_render_threads, warm_up
+from odin_nerfstudio.rendering import rasterization, rasterization_2dgs, set_render_threads, warm_up_surfels
 from odin_nerfstudio.rendering.dense import dense_rasterization
 
 SCENES = {"10k": (10_000, 320, 240), "50k": (50_000, 640, 480), "100k": (100_000, 960, 540)}
 SMALL = (200, 64, 48)
+KINDS: tuple[tuple[str, Callable[..., Any], dict[str, Any]], ...] = (
+    ("Gaussians", rasterization, {"absgrad": True}),
+    ("surfels", rasterization_2dgs, {"render_mode": "RGB+ED"}),
+)
 FIELDS = ("means", "quats", "scales", "opacities", "colors")
 
 
@@ -62,10 +67,12 @@ def measure(function: Callable[..., Any], scene: dict[str, Any], repeats: int) -
         for leaf in leaves.values():
             leaf.grad = None
         start = time.perf_counter()
-        image, _, info = function(**{**scene, **leaves})
+        image, *more, info = function(**{**scene, **leaves})
         forward.append(time.perf_counter() - start)
-        info["means2d"].retain_grad()
-        torch.autograd.backward([image], [weights])
+        if info["means2d"].requires_grad:
+            info["means2d"].retain_grad()
+        images = [image[..., :3], *more[1:]]
+        torch.autograd.backward(images, [weights, *map(torch.ones_like, more[1:])])
         total.append(time.perf_counter() - start)
     return 1e3 * min(forward), 1e3 * min(total)
 
@@ -78,27 +85,29 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     set_render_threads(options.threads)
-    warm_up()
+    warm_up_surfels()
 
     table = Table(title=f"CPU rasterizer, {options.threads} thread(s), milliseconds")
-    for heading in ("scene", "Gaussians", "pixels", "forward", "forward + backward"):
+    for heading in ("scene", "primitives", "pixels", "forward", "forward + backward"):
         table.add_column(heading, justify="left" if heading == "scene" else "right")
     results = []
     for name, (count, width, height) in SCENES.items():
         scene = random_scene(count, width, height)
-        forward, total = measure(rasterization, {**scene, "absgrad": True}, options.repeats)
-        results.append(
-            {
-                "scene": name,
-                "gaussians": count,
-                "width": width,
-                "height": height,
-                "threads": options.threads,
-                "forward_ms": round(forward, 3),
-                "forward_backward_ms": round(total, 3),
-            }
-        )
-        table.add_row(name, f"{count:,}", f"{width} x {height}", f"{forward:.1f}", f"{total:.1f}")
+        for kind, function, extra in KINDS:
+            forward, total = measure(function, {**scene, **extra}, options.repeats)
+            results.append(
+                {
+                    "scene": name,
+                    "kind": kind,
+                    "primitives": count,
+                    "width": width,
+                    "height": height,
+                    "threads": options.threads,
+                    "forward_ms": round(forward, 3),
+                    "forward_backward_ms": round(total, 3),
+                }
+            )
+            table.add_row(f"{name} {kind}", f"{count:,}", f"{width} x {height}", f"{forward:.1f}", f"{total:.1f}")
     count, width, height = SMALL
     scene = random_scene(count, width, height)
     for label, function in (("small", rasterization), ("small, dense twin", dense_rasterization)):

@@ -52,7 +52,7 @@ two_ranks() {
     train "$backend-quality" 200 "${ranks[@]}" --pipeline.odin.mode quality
     python "$repository/scripts/gpu_runs.py" "$runs/$backend-barrier" "$runs/$backend-again" "$runs/$backend-quality"
     # with densification; debug compares all ranks' copies, bit by bit, at every structural step
-    train "$backend-densify" 800 "${ranks[@]}" --pipeline.odin.mode quality --pipeline.odin.debug True \
+    train "$backend-densify" 300 "${ranks[@]}" --pipeline.odin.mode quality --pipeline.odin.debug True \
         --pipeline.model.warmup-length 100 --pipeline.model.refine-every 40
     killed_rank "$backend"
 }

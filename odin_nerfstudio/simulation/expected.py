@@ -26,6 +26,8 @@ MOST_ROWS = 50_000
 """More points than this are taken in blocks of neighbours."""
 STEPS = (24, 60)
 """Least and most steps that are simulated; two epochs where that lies between."""
+TASKS = 512
+"""Most tasks that are simulated: the time for one grows with the square of the ranks."""
 SKEW = 0.1
 """Spread of compute times (standard deviation of the logarithm) beside that of the views."""
 _COLUMNS = 59
@@ -80,6 +82,7 @@ def expected_gain(plan: Plan, scene: Scene, wait: float | None, link: Link | Non
         return Gain()
     least, most = STEPS
     steps = min(most, max(least, math.ceil(2 * plan.views / plan.views_per_step)))
+    steps = max(6, min(steps, TASKS // plan.views_per_step))
     steps = steps if plan.steps is None else min(steps, plan.steps)
     setup = Setup(
         ranks=plan.ranks, views_per_step=plan.views_per_step, link=link or Link("none", math.inf, 0.0), seed=plan.seed,

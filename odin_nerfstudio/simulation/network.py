@@ -78,9 +78,13 @@ def parse_link(text: str) -> Link:
 class _Flow:
     """A message that is under way."""
 
-    left: float
     message: Any
+    left: float
+    """Bytes, at time `since`."""
     rate: float = 0.0
+    since: float = 0.0
+    plan: int = 0
+    """Number of the last planned end; earlier ones are void."""
 
 
 class Network:
@@ -90,62 +94,51 @@ class Network:
         """deliver: called with source, destination and message when a message has arrived."""
         self._clock, self._link, self._deliver = clock, link, deliver
         self._queues: dict[tuple[int, int], deque[tuple[float, Any]]] = {}
-        self._flows: dict[tuple[int, int], _Flow] = {}
-        self._leaving, self._reaching = [0] * ranks, [0] * ranks
-        self._since = 0.0
-        self._plan = 0
+        self._leaving: list[dict[int, _Flow]] = [{} for _ in range(ranks)]
+        """By source: flows by destination."""
+        self._reaching: list[dict[int, _Flow]] = [{} for _ in range(ranks)]
+        """By destination: flows by source."""
 
     def send(self, source: int, destination: int, size: float, message: Any) -> None:
         """Queue a message of `size` bytes."""
-        pair = (source, destination)
-        if pair in self._flows:
-            self._queues.setdefault(pair, deque()).append((size, message))
+        if destination in self._leaving[source]:
+            self._queues.setdefault((source, destination), deque()).append((size, message))
             return
-        self._advance()
-        self._begin(pair, size, message)
-        self._replan()
+        self._begin(source, destination, size, message)
+        self._share(source, destination)
 
-    def _begin(self, pair: tuple[int, int], size: float, message: Any) -> None:
-        self._flows[pair] = _Flow(float(size), message)
-        self._leaving[pair[0]] += 1
-        self._reaching[pair[1]] += 1
+    def _begin(self, source: int, destination: int, size: float, message: Any) -> None:
+        flow = _Flow(message, float(size), since=self._clock.now)
+        self._leaving[source][destination] = self._reaching[destination][source] = flow
 
-    def _advance(self) -> None:
-        """Move all messages up to now."""
-        passed = self._clock.now - self._since
-        self._since = self._clock.now
-        if passed > 0:
-            for flow in self._flows.values():
-                flow.left -= flow.rate * passed
+    def _share(self, source: int, destination: int) -> None:
+        """Share the bandwidth of two cards anew among the messages that use them."""
+        for to in list(self._leaving[source]):
+            self._plan(source, to)
+        for origin in list(self._reaching[destination]):
+            if origin != source:
+                self._plan(origin, destination)
 
-    def _replan(self) -> None:
-        """Share the bandwidth anew, and schedule the next end of a message."""
-        self._plan += 1
-        if not self._flows:
+    def _plan(self, source: int, destination: int) -> None:
+        """Set a message's rate, and schedule its end if that has changed."""
+        flow, now = self._leaving[source][destination], self._clock.now
+        rate = self._link.bandwidth / max(len(self._leaving[source]), len(self._reaching[destination]))
+        if rate == flow.rate:
             return
-        soonest = math.inf
-        for (source, destination), flow in self._flows.items():
-            flow.rate = self._link.bandwidth / max(self._leaving[source], self._reaching[destination])
-            soonest = min(soonest, 0.0 if math.isinf(flow.rate) else max(0.0, flow.left) / flow.rate)
-        plan = self._plan
-        self._clock.at(self._clock.now + soonest, lambda: self._finish(plan))
+        flow.left = max(0.0, flow.left - flow.rate * (now - flow.since))
+        flow.rate, flow.since, flow.plan = rate, now, flow.plan + 1
+        plan, lasts = flow.plan, 0.0 if math.isinf(rate) else flow.left / rate
+        self._clock.at(now + lasts, lambda: self._finish(source, destination, flow, plan))
 
-    def _finish(self, plan: int) -> None:
-        if plan != self._plan:
+    def _finish(self, source: int, destination: int, flow: _Flow, plan: int) -> None:
+        if plan != flow.plan:
             return
-        self._advance()
-        # A picosecond of time: what rounding may leave of a message that has ended.
-        ended = [p for p, f in self._flows.items() if math.isinf(f.rate) or f.left <= 1e-3 + f.rate * 1e-12]
-        for pair in ended:
-            flow = self._flows.pop(pair)
-            self._leaving[pair[0]] -= 1
-            self._reaching[pair[1]] -= 1
-            self._clock.at(self._clock.now + self._link.latency, _delivery(self._deliver, pair, flow.message))
-            queue = self._queues.get(pair)
-            if queue:
-                self._begin(pair, *queue.popleft())
-        self._replan()
-
-
-def _delivery(deliver: Callable[[int, int, Any], None], pair: tuple[int, int], message: Any) -> Callable[[], None]:
-    return lambda: deliver(pair[0], pair[1], message)
+        flow.plan += 1
+        del self._leaving[source][destination], self._reaching[destination][source]
+        self._clock.at(
+            self._clock.now + self._link.latency, lambda: self._deliver(source, destination, flow.message)
+        )
+        queue = self._queues.get((source, destination))
+        if queue:
+            self._begin(source, destination, *queue.popleft())
+        self._share(source, destination)

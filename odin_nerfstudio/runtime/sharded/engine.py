@@ -49,11 +49,12 @@ from odin_nerfstudio.runtime.sharded.balance import Balance
 from odin_nerfstudio.runtime.sharded.exchange import ShardExchange
 from odin_nerfstudio.runtime.sharded.numbering import SEGMENTS, Masks, new_ids
 from odin_nerfstudio.runtime.sharded.owner import Owner, Projector
+from odin_nerfstudio.runtime.sharded.service import Service
 from odin_nerfstudio.runtime.sharded.views import MergedView, ViewTask, norms_of
 from odin_nerfstudio.runtime.status import StatusBoard
 from odin_nerfstudio.runtime.store import PublishedStore, RowTable
 from odin_nerfstudio.runtime.telemetry import StepRecord, Telemetry, now
-from odin_nerfstudio.runtime.transport import Activity, LocalTransport, Transport
+from odin_nerfstudio.runtime.transport import Activity, LocalTransport, Received, Transport
 
 PARENTS, SEGMENT = "odin_parents", "odin_segments"
 """Tensors in a strategy's state during surgery: the old row of each row, and its segment (`numbering`)."""
@@ -117,6 +118,7 @@ class ShardedEngine(Rank):
         )
         self.frontier = cast(Frontier, self.owner)
         self.balance = Balance(self, imbalance)
+        self._service = Service(self.transport, self._take_and_advance)
         self._open: set[tuple[int, int]] = set()
         self._done: set[tuple[int, int]] = set()
         self.store.start(start_step)
@@ -206,6 +208,7 @@ class ShardedEngine(Rank):
         record.acquire += end - begin
         record.tasks += 1
         self.telemetry.enter("computing", task.step)
+        self._service.start()
         return ViewTask(task, merged, end)
 
     # -- hook 2
@@ -222,6 +225,7 @@ class ShardedEngine(Rank):
         key = (task.step, task.lane)
         if key not in self._open:
             raise ValueError(f"contribute: {task} was not acquired")
+        self._service.stop()
         begin = now()
         record = self.telemetry.record(task.step)
         record.compute += begin - mine.started
@@ -320,12 +324,28 @@ class ShardedEngine(Rank):
         self.balance.keep(state, step + 1)
         self.telemetry.structural(step, begin, now())
 
+    def use_policy(self, policy: GatePolicy) -> None:
+        """Change the mode between two steps, on all ranks at the same one, a fence. For measurements within one run.
+
+        Raises:
+            ValueError: Not drained.
+        """
+        if self.low != self.current or self.owner.outstanding:
+            raise ValueError(f"use_policy: step {self.low} is not published; drain at a fence first")
+        self.policy = policy
+        self.owner.use_policy(policy)
+
     # -- work for others
 
     def _serve(self) -> None:
         """Take in what has arrived, and do all that may be done with it."""
         self._exchange.poll()
         self._advance()
+
+    def _take_and_advance(self, received: Received) -> None:
+        """In the service's thread, while the training thread renders."""
+        self._exchange.take(received)
+        self.owner.advance()
 
     def _advance(self) -> None:
         self.owner.advance()

@@ -69,6 +69,10 @@ class ShardExchange(Exchange):
             raise RuntimeError(f"rank {owner} sent its splats of step {packet.step} lane {packet.lane} twice")
         found[owner] = packet
 
+    def take(self, received: Received) -> None:
+        """Take in a message that somebody else has received."""
+        self._take(received)
+
     def _take(self, received: Received) -> None:
         if received.kind == Kind.SPLATS:
             packet = packets.decode_splats(received.words)
@@ -84,6 +88,8 @@ class ShardExchange(Exchange):
             gradients = packets.decode_gradients(received.words)
             self._sharded.telemetry.record(gradients.step).received += 4 * received.size
             self._sharded.owner.returned(gradients, received.arrival)
+        elif received.kind == Kind.HEARTBEAT:
+            pass  # this rank woke itself
         elif received.kind in self._handlers:
             self._handlers[received.kind](received)
         else:

@@ -69,10 +69,11 @@ class Owner:
             ship: Hands a packet to a rank, which may be this one; returns the bytes sent.
         """
         self.plan, self.table, self.ids, self.total = plan, table, ids, total
-        self.policy, self.publisher, self.telemetry, self.projector = policy, publisher, telemetry, projector
+        self.publisher, self.telemetry, self.projector = publisher, telemetry, projector
         self.lookahead, self._limit, self._ship = lookahead, limit, ship
         self.low = self.current = start_step
-        self.evidence = found if isinstance(found := getattr(policy, "evidence", None), EvidenceStore) else None
+        self.evidence: EvidenceStore | None = None
+        self.use_policy(policy)
         self.staged_rows = 0
         """Gradient rows staged since the start."""
         self.changed = True
@@ -80,6 +81,17 @@ class Owner:
         self._pool = ShadowPool(table)
         self._steps: dict[int, OwnerStaging] = {}
         self._kept: dict[tuple[int, int], tuple[TableShadow, Projection]] = {}
+
+    def use_policy(self, policy: GatePolicy) -> None:
+        """Decide by a policy from now on."""
+        self.policy = policy
+        if isinstance(evidence := getattr(policy, "evidence", None), EvidenceStore):
+            self.evidence = evidence
+
+    @property
+    def outstanding(self) -> bool:
+        """Something of a step is projected or staged."""
+        return bool(self._steps)
 
     # -- what may be done now
 

@@ -1,0 +1,94 @@
+"""One rank of scripts/bench_sharded.py. Not for direct use."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from sync_worker import config_for, stretch
+
+from odin_nerfstudio.glue.launch import Place, divide_threads, join_group
+from odin_nerfstudio.glue.shard_rows import shard_tree
+from odin_nerfstudio.runtime.sharded.balance import row_tensors
+
+
+def memory() -> dict[str, float]:
+    """Resident memory of this process that is its own, now and at most. [MB]"""
+    fields = {}
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, value = line.split(":", 1)
+        fields[name] = value.split()[0]
+    return {"own": int(fields["RssAnon"]) / 1e3, "peak": int(fields["VmHWM"]) / 1e3}
+
+
+def state_bytes(table: Any) -> int:
+    """Parameters, moments and statistics of a rank, and what the runtime keeps per row."""
+    kept = [table.arrays[name] for name in table.arrays.names()]
+    return sum(t.numel() * t.element_size() for t in (*row_tensors(table).values(), *kept))
+
+
+def seen_by_rank(trainer: Any, ranks: list[int]) -> list[dict[str, float]]:
+    """Splats per view, and the share of them that another rank than the view's owns, for numbers of ranks."""
+    pipeline, projector, model = trainer.pipeline, trainer.runner.projector, trainer.pipeline.model
+    owner, views = trainer.runner.engine.owner, range(trainer.runner.plan.views)
+    means, step = model.gauss_params["means"].detach(), trainer._start_step
+    every = torch.arange(means.shape[0], dtype=torch.int32)
+    seen = {v: owner.snapshot(projector.view(step, v), step, every)[0].long().numpy() for v in views}
+    out = []
+    for count in ranks:
+        pipeline.config.odin.views_per_step = count
+        plan = pipeline.prepare_training(0, count)
+        part = shard_tree(means, plan, pipeline, count).owner(means.numpy())
+        rank_of = {int(v): r for r in range(count) for v in plan.views_of_rank(r)}
+        far = sum(int((part[seen[v]] != rank_of[v]).sum()) for v in views)
+        owners = [len(np.unique(part[seen[v]])) for v in views]
+        total = sum(len(s) for s in seen.values())
+        out.append(
+            {"ranks": count, "primitives": len(means), "visible": total / len(seen), "far": far / max(1, total),
+             "owners": float(np.mean(owners))}
+        )  # fmt: skip
+    return out
+
+
+def main() -> None:
+    """Reads a job, runs it, and writes this rank's figures."""
+    job = json.loads(Path(sys.argv[1]).read_text())
+    place = Place.of_torchrun() or Place(0, 0, 1, 1)
+    divide_threads(place.ranks)
+    torch.set_num_threads(1)
+    if place.ranks > 1:
+        join_group(place, "cpu")
+    config = config_for(job)
+    config.pipeline.odin.placement = job["placement"]
+    config.set_timestamp()
+    trainer = config.setup(local_rank=place.local_rank, world_size=place.ranks)
+    before = memory()
+    first, steps = [0], job["steps"]
+    trainer._is_fence = lambda step: (step + 1 - first[0]) % steps == 0
+    trainer.setup()
+    first[0] = trainer._start_step
+    engine = trainer.runner.engine
+    engine.is_structural = lambda step: False
+    trainer.runner.model.strategy.acts_at = lambda step: False
+    table = engine.store.tables[0]
+    result: dict[str, Any] = {"rows": table.count, "state": state_bytes(table), "before": before["own"]}
+    if job.get("count"):
+        result["seen"] = seen_by_rank(trainer, job["count"])
+    else:
+        step = trainer._start_step
+        result["stretches"] = []
+        for mode in [job["modes"][-1], *job["modes"] * job["repeats"]]:  # the first stretch warms up and is dropped
+            result["stretches"].append(stretch(trainer, mode, step, steps, None))
+            step += steps
+        del result["stretches"][0]
+    result |= memory()
+    Path(f"{job['result']}.{place.rank}").write_text(json.dumps(result))
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import threading
 import time
 import traceback
 from collections.abc import Mapping
@@ -32,6 +33,7 @@ from odin_nerfstudio.runtime.keyed import derive_seed
 from odin_nerfstudio.runtime.policies import make_policy
 from odin_nerfstudio.runtime.reads import MAX_LAG, VisibilityReads
 from odin_nerfstudio.runtime.sharded.engine import ShardedEngine
+from odin_nerfstudio.runtime.sharded.requests import Requests
 from odin_nerfstudio.runtime.sharded.surgery import ShardStrategy
 from odin_nerfstudio.runtime.statistics import DensificationStatistics
 from odin_nerfstudio.runtime.store import DenseTerm, RowTable
@@ -50,6 +52,8 @@ class Run(Toy):
     refine_every: int = 6
     reset_every: int = 9
     imbalance: float = 0.2
+    watch: bool = False
+    """Pictures are asked for meanwhile."""
     absgrad: bool = True
     antialiased: bool = False
     scattered: bool = False
@@ -232,6 +236,8 @@ def sharded(run: Run, transport: Any) -> ShardedEngine:
         scene.structural, imbalance=run.imbalance,
     )  # fmt: skip
     holder.append(engine)
+    engine.requests = requests = Requests(engine)  # type: ignore[attr-defined]
+    watcher = Watcher(requests, scene) if run.watch and transport.rank == 0 else None
     scene.strategy.engine = engine
     engine.scene = scene  # type: ignore[attr-defined]
     kind, rank, when = [*run.fault.split(":"), "", "-1", "-1"][:3] if run.fault.count(":") == 2 else ("", "-1", "-1")
@@ -252,30 +258,63 @@ def sharded(run: Run, transport: Any) -> ShardedEngine:
         if scene.structural(step):
             engine.structural(step, lambda: scene.surgery(step, scene.strategy), scene.state)  # noqa: B023
     engine.drain()
+    if watcher is not None:
+        watcher.end()
+    if run.watch:  # the others answer until the watcher is gone
+        engine.exchange_of_shards.broadcast(b"")
     return engine
 
 
+class Watcher(threading.Thread):
+    """Asks for pictures all the time, as a viewer does, from a thread of its own."""
+
+    def __init__(self, requests: Requests, scene: SplatScene) -> None:
+        super().__init__(daemon=True)
+        self._requests, self._scene = requests, scene
+        self._ends = False
+        self.pictures = 0
+        self.start()
+
+    def run(self) -> None:
+        while not self._ends:
+            splats = self._requests.splats(self._scene.view(0, 1), 0)
+            with torch.no_grad():
+                assert bool(torch.isfinite(splats.rasterize()[0]).all())
+            self.pictures += 1
+            time.sleep(0.002)
+
+    def end(self) -> None:
+        """Lets it end; answers what it still asks."""
+        self._ends = True
+        while self.is_alive():
+            self._requests.pump()
+            self.join(0.01)
+        assert self.pictures
+
+
 def gathered(engine: ShardedEngine, folder: Path) -> None:
-    """Leaves this rank's rows in a file; `collected` puts the files of all ranks together."""
-    rows = {"ids": engine.owner.ids, "total": engine.owner.total, **state_of(engine.scene)}  # type: ignore[attr-defined]
-    torch.save(rows, folder / f"rows.{engine.transport.rank}")
+    """Leaves the whole model's state in a file, with a picture of it and the size of each shard."""
+    scene: SplatScene = engine.scene  # type: ignore[attr-defined]
+    requests: Requests = engine.requests  # type: ignore[attr-defined]
+    state = state_of(scene)
+    rows = {k: v for k, v in state.items() if v.dim()}
+    whole = requests.gather(rows, lambda _, shape, dtype: torch.full(shape, float("nan"), dtype=dtype))
+    sizes = engine.gather(str(len(engine.owner.ids)).encode())
+    if whole is not None and sizes is not None:
+        view, step = scene.view(scene.run.steps, 1), scene.run.steps
+        with torch.no_grad():
+            picture = requests.splats(view, step).rasterize(expected_depth=True)[0]
+            rest = {k: v for k, v in state.items() if not v.dim()}
+            expected = scene.render(step, view, whole)[0]
+        assert torch.equal(picture, expected)
+        shards = torch.tensor([int(size) for size in sizes])
+        torch.save({"state": {**whole, **rest}, "shards": shards}, folder / "end.pt")
+    engine.exchange_of_shards.broadcast(b"")
 
 
 def collected(folder: Path) -> dict[str, Tensor]:
-    """The whole model's state from all ranks' files."""
-    parts = [torch.load(p) for p in sorted(folder.glob("rows.*"))]
-    total = parts[0]["total"]
-    assert sorted(torch.cat([p["ids"] for p in parts]).tolist()) == list(range(total))
-    out = {}
-    for name, value in parts[0].items():
-        if name in ("ids", "total"):
-            continue
-        out[name] = value if value.dim() == 0 else value.new_empty((total, *value.shape[1:]))
-        for p in parts:
-            assert value.dim() or torch.equal(p[name], value)
-            if value.dim():
-                out[name][p["ids"].long()] = p[name]
-    return out
+    """The whole model's state that `gathered` left."""
+    return torch.load(folder / "end.pt")["state"]
 
 
 def _rank_main(rank: int, world_size: int, folder: str, runs: dict[str, Run]) -> None:

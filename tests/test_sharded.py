@@ -31,12 +31,13 @@ OTHER = Run(
 RUNS = {
     1: {"usual-quality": USUAL, "usual-barrier": dc.replace(USUAL, mode="barrier"), "other-quality": OTHER},
     2: {
-        "usual-quality": dc.replace(USUAL, jitter=0.003),
+        "usual-quality": dc.replace(USUAL, jitter=0.003, watch=True),
         "usual-barrier": dc.replace(USUAL, mode="barrier"),
         "other-quality": dc.replace(OTHER, jitter=0.003),
+        "late": dc.replace(USUAL, mode="throughput", jitter=0.003, max_overlap=0.8, max_impact=0.3),
     },
     3: {
-        "usual-quality": dc.replace(USUAL, jitter=0.003, lookahead=1, imbalance=0.02),
+        "usual-quality": dc.replace(USUAL, jitter=0.003, lookahead=1, imbalance=0.02, scattered=True),
         "other-barrier": dc.replace(OTHER, mode="barrier"),
     },
     4: {"usual-quality": dc.replace(USUAL, jitter=0.003)},
@@ -60,7 +61,11 @@ def test_sharded_equals_replicated(
     outcome = run_sharded(ranks, tmp_path, RUNS[ranks])
     assert outcome.codes == [0] * ranks, (outcome.errors, outcome.failures)
     for name in RUNS[ranks]:
-        assert same(collected(tmp_path / name), expected[name.split("-")[0]]) == [], name
+        found = collected(tmp_path / name)
+        if RUNS[ranks][name].mode == "throughput":  # at its drains every gradient has been applied exactly once
+            assert bool(torch.isfinite(found["means"]).all())
+        else:
+            assert same(found, expected[name.split("-")[0]]) == [], name
         totals = json.loads((tmp_path / name / "totals.json").read_text())
         assert sum(t["sent"] for t in totals) == sum(t["received"] for t in totals)
         assert sum(t["tasks"] for t in totals) == RUNS[ranks][name].steps * RUNS[ranks][name].lanes
@@ -68,13 +73,6 @@ def test_sharded_equals_replicated(
 
 def test_densification_happens(expected: dict[str, dict[str, torch.Tensor]]) -> None:
     assert len(expected["usual"]["means"]) != USUAL.primitives
-
-
-def test_throughput_applies_every_gradient_once(tmp_path: Path) -> None:
-    run = dc.replace(USUAL, mode="throughput", jitter=0.005, max_overlap=0.8, max_impact=0.3)
-    outcome = run_sharded(2, tmp_path, {"run": run})
-    assert outcome.codes == [0, 0], (outcome.errors, outcome.failures)
-    assert bool(torch.isfinite(collected(tmp_path / "run")["means"]).all())
 
 
 def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:

@@ -118,6 +118,8 @@ class ShardedEngine(Rank):
         )
         self.frontier = cast(Frontier, self.owner)
         self.balance = Balance(self, imbalance)
+        self.changing = False
+        """Rows are being changed by a structural step; no picture can be made."""
         self._service = Service(self.transport, self._take_and_advance)
         self._open: set[tuple[int, int]] = set()
         self._done: set[tuple[int, int]] = set()
@@ -303,6 +305,7 @@ class ShardedEngine(Rank):
             raise ValueError(f"structural: step {step} is not the step just published, or not structural")
         self.drain(STRUCTURAL)
         begin, table, owner = now(), self.table, self.owner
+        self.changing = True
         before = table.count
         state[PARENTS] = torch.arange(before)
         state[SEGMENT] = torch.zeros(before, dtype=torch.uint8)
@@ -322,6 +325,8 @@ class ShardedEngine(Rank):
         if owner.evidence is not None:
             owner.evidence.resize(parents, before)
         self.balance.keep(state, step + 1)
+        self.changing = False
+        self._exchange.release()
         self.telemetry.structural(step, begin, now())
 
     def use_policy(self, policy: GatePolicy) -> None:

@@ -88,6 +88,8 @@ class ShardExchange(Exchange):
             gradients = packets.decode_gradients(received.words)
             self._sharded.telemetry.record(gradients.step).received += 4 * received.size
             self._sharded.owner.returned(gradients, received.arrival)
+        elif received.kind == Kind.ASK_VIEW and self._sharded.changing:
+            self._early.append(received)  # answered when rows and their numbers fit each other again
         elif received.kind == Kind.HEARTBEAT:
             pass  # this rank woke itself
         elif received.kind in self._handlers:

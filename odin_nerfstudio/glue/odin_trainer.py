@@ -189,8 +189,8 @@ class OdinTrainer(Trainer):
         engine = self.runner.engine
         if self.training_state == "paused":
             with engine.busy(Activity.PAUSED):
-                while self.training_state == "paused" and not self._interrupt.requested:
-                    engine.idle(0.02)
+                while self.training_state == "paused" and not (self._interrupt.requested or engine.announced(STOP)):
+                    engine.idle(0.02)  # takes in what other ranks announce, too
         if getattr(self, "stop_training", False):  # nerfstudio's shutdown() asks so
             self._interrupt.requested = True
         if self._interrupt.requested and self.world_size == 1 and self.stops_at_once:

@@ -220,6 +220,10 @@ class Exchange:
     def _note(self, word: str, step: int) -> None:
         self._announced[word] = min(step, self._announced.get(word, step))
 
+    def announced(self, word: str) -> bool:
+        """Whether a word that was told or heard has not taken effect yet."""
+        return word in self._announced
+
     def due(self, step: int) -> list[str]:
         """Words that take effect at a step or did before, each returned once."""
         words = sorted(w for w, s in self._announced.items() if s <= step)

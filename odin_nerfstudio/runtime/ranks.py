@@ -35,6 +35,10 @@ class Rank:
         self._exchange.announce(word, step)
         return step
 
+    def announced(self, word: str) -> bool:
+        """Whether some rank, as far as this one has heard, announced a word that has not taken effect yet."""
+        return self._exchange.announced(word)
+
     def due(self, step: int) -> list[str]:
         """Announced words that take effect at the start of a step, in alphabetical order."""
         self._exchange.poll()

@@ -94,6 +94,10 @@ class ShardedTrainer(OdinTrainer):
         super()._train_step(step)
         self.runner.requests.pump()
 
+    def _update_viewer_state(self, step: int) -> None:
+        with self.runner.engine.attended():  # the viewer may hold training up while somebody moves the camera
+            super()._update_viewer_state(step)
+
     def _evaluate_if_due(self, step: int) -> None:
         """Evaluates on rank 0, where the other ranks project what it asks for; then all go on."""
         if not self._evaluated or not self._evaluation_due(step):

@@ -22,7 +22,8 @@ the state of all rows is looked at is a fence, on all ranks; structural steps an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -341,6 +342,15 @@ class ShardedEngine(Rank):
         self.owner.use_policy(policy)
 
     # -- work for others
+
+    @contextmanager
+    def attended(self) -> Iterator[None]:
+        """Messages are taken in while the training thread does something that has nothing to do with them."""
+        self._service.start()
+        try:
+            yield
+        finally:
+            self._service.stop()
 
     def _serve(self) -> None:
         """Take in what has arrived, and do all that may be done with it."""

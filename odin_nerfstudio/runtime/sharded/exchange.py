@@ -31,6 +31,7 @@ class ShardExchange(Exchange):
         self._sharded = engine
         self.splats: dict[tuple[int, int], dict[int, SplatPacket]] = {}
         """Packets for this rank's tasks, by step and lane, and by owner."""
+        self._effects: set[int] = set()
         self._handlers: dict[Kind, Handler] = {}
 
     def handle(self, kind: Kind, handler: Handler) -> None:
@@ -104,7 +105,11 @@ class ShardExchange(Exchange):
 
     def takes_effect(self, step: int) -> bool:
         """Whether an announced word takes effect at the start of a step."""
-        return step in self._announced.values()
+        return step in self._effects
+
+    def _note(self, word: str, step: int) -> None:
+        super()._note(word, step)
+        self._effects.add(self._announced[word])
 
     def union(self, words: Tensor) -> Tensor:
         """Bitwise or of all ranks' masks, on every rank; collective, at a drain. [W] int64."""

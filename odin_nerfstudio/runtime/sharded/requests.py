@@ -76,6 +76,8 @@ class Requests:
             RankFailure: A rank failed (in the training thread).
             RuntimeError: The run has failed (in another thread).
         """
+        if self._world == 1:  # the viewer and the training thread exclude each other by the trainer's lock
+            return MergedView({0: self._packet(0, view, step)}, view).splats
         with self._lock:
             self._number += 1
             number = self._number
@@ -85,10 +87,9 @@ class Requests:
                 self._ask(number)
                 while not question.done.is_set():
                     self._exchange.wait(self.engine.current, Decision("picture"))
-            else:
-                if self._world > 1:  # wakes the training thread, which may be waiting for a message
-                    words = empty_message(torch.tensor([number], dtype=torch.int32))
-                    self.engine.transport.deliver(Received(self._me, Kind.ASK_VIEW, words, now()))
+            else:  # by way of the training thread, which may be waiting for a message
+                words = empty_message(torch.tensor([number], dtype=torch.int32))
+                self.engine.transport.deliver(Received(self._me, Kind.ASK_VIEW, words, now()))
                 while not question.done.wait(_PATIENCE):
                     self._fail_with_the_run()
         finally:
@@ -97,7 +98,7 @@ class Requests:
         return MergedView(question.found, view).splats
 
     def pump(self) -> None:
-        """Answer what has been asked, in the training thread: for a run with one rank, or between two steps."""
+        """Answer what has been asked, in the training thread, between two steps."""
         self._exchange.poll()
         with self._lock:
             waiting = [number for number, q in self._questions.items() if not q.asked]

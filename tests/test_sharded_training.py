@@ -1,0 +1,76 @@
+"""Training with sharded primitives leaves the checkpoints of replicated training, and goes on from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_on_ranks
+from training import differences, sample_scene, small_config
+
+from odin_nerfstudio.glue.sharding import refusal
+
+STEPS, MIDDLE = 36, 20
+OPTIONS: dict[str, Any] = {
+    "pipeline__odin__views_per_step": 2,
+    "pipeline__model__warmup_length": 10,
+    "pipeline__model__refine_every": 10,
+    "pipeline__model__use_scale_regularization": True,
+    "pipeline__model__rasterize_mode": "antialiased",
+    "pipeline__model__output_depth_during_training": True,
+    "pipeline__model__background_color": "random",
+    "steps_per_save": MIDDLE,
+    "save_only_latest_checkpoint": False,
+}
+SHARDED = {**OPTIONS, "pipeline__odin__placement": "sharded", "steps_per_eval_image": 15}
+
+
+def load(folder: Path, step: int) -> dict[str, Any]:
+    state = torch.load(next(folder.rglob(f"step-{step:09d}.ckpt")), map_location="cpu")
+    state["odin"].pop("generators")  # global ones, which nothing of a run depends on; evaluation draws from them
+    return state
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("sharded")
+    scene = sample_scene(base, "city", views=12)
+    run_on_ranks(1, [(scene, base / "whole", STEPS, OPTIONS)])
+    middle = next((base / "whole").rglob(f"step-{MIDDLE:09d}.ckpt"))
+    resumed = {**SHARDED, "load_checkpoint": middle, "pipeline__odin__mode": "barrier"}
+    run_on_ranks(
+        2, [(scene, base / "sharded", STEPS, SHARDED), (scene, base / "resumed", STEPS - MIDDLE - 1, resumed)]
+    )
+    return base
+
+
+def test_checkpoints_are_those_of_replicated_training(runs: Path) -> None:
+    for step in (MIDDLE, STEPS - 1):
+        assert differences(load(runs / "sharded", step), load(runs / "whole", step)) == []
+    assert not list(runs.rglob("gathered.*"))
+
+
+def test_goes_on_from_a_checkpoint_of_the_other_placement(runs: Path) -> None:
+    end = load(runs / "whole", STEPS - 1)
+    assert differences(load(runs / "resumed", STEPS - 1), end) == []
+    assert len(end["pipeline"]["_model.gauss_params.means"]) != len(
+        load(runs / "whole", MIDDLE)["pipeline"]["_model.gauss_params.means"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("pipeline__model__use_bilateral_grid", True, "no owner"),
+        ("pipeline__model__camera_optimizer__mode", "SO3xR3", "gradient of a camera"),
+        ("pipeline__odin__backend", "nccl", "gloo"),
+        ("machine__device_type", "cuda", "CPU"),
+    ],
+)
+def test_refuses_what_it_cannot_do(option: str, value: object, words: str, tmp_path: Path) -> None:
+    config = small_config(tmp_path, tmp_path, 1, pipeline__odin__placement="sharded")
+    assert refusal(config) is None
+    changed = small_config(tmp_path, tmp_path, 1, pipeline__odin__placement="sharded", **{option: value})
+    assert words in str(refusal(changed))

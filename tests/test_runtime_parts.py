@@ -187,6 +187,29 @@ def test_a_shadow_keeps_its_values_while_rows_are_published() -> None:
         hazards.check_shadow(table, {"means": table.parameters["means"].detach()[:5]})
 
 
+def test_a_shadow_ends_before_inactive_columns() -> None:
+    """Two of four bands are active at every step: the leaf has these, its gradient is packed as that of a full one."""
+    table = make_table(100)
+    ids = torch.arange(0, 70, 2, dtype=torch.int32)
+    full, cut = (ShadowPool(table).take(ids, 0, step) for step in (None, 5))
+    assert full.leaves["sh"].shape == (64, 4, 3) and cut.leaves["sh"].shape == (64, 2, 3)
+    assert torch.equal(full.leaves["sh"][:, :2], cut.leaves["sh"]) and torch.equal(
+        full.leaves["means"], cut.leaves["means"]
+    )
+    task, sent = Task(5, 0, 0), []
+    for shadow in (full, cut):
+        weights = torch.arange(64.0)[:, None, None] % 3
+        (shadow.leaves["sh"][:, :2] * weights).sum().backward()
+        sent.append(collect(task, Shadow(task, {"primitives": shadow}), [table], None, None).tables[0])
+    assert torch.equal(sent[0].ids, sent[1].ids) and torch.equal(sent[0].first_rows, sent[1].first_rows)
+    assert sent[0].ids.shape[0] == 23 and sent[0].first_rows.shape == (23, 9)
+    table.active_columns = lambda step: {"sh": 0}
+    none = ShadowPool(table).take(ids, 0, 5)
+    none.leaves["means"].sum().backward()
+    assert none.leaves["sh"].shape == (64, 0, 3)
+    assert collect(task, Shadow(task, {"primitives": none}), [table], None, None).tables[0].first_rows.shape == (35, 3)
+
+
 def test_an_empty_shadow_has_padding_only() -> None:
     shadow = ShadowPool(make_table(10)).take(torch.zeros(0, dtype=torch.int32), 0)
     assert shadow.count == 0 and shadow.leaves["sh"].shape == (64, 4, 3)

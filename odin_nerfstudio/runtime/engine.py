@@ -183,7 +183,9 @@ class Engine(Drains):
             record.delayed.append(decision.delayed)
         if self.on_read is not None:
             self.on_read(task, ids, decision)
-        shadow = Shadow(task, {t.name: self._pools[t.name].take(i, task.view) for t, i in zip(self.tables, ids)})
+        step = None if self.options.debug else task.step  # debug mode looks for gradients in inactive columns
+        copies = {t.name: self._pools[t.name].take(i, task.view, step) for t, i in zip(self.tables, ids)}
+        shadow = Shadow(task, copies)
         if self.options.debug:
             for table in self.tables:
                 hazards.check_shadow(table, shadow[table.name].leaves)

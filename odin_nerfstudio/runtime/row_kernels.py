@@ -11,7 +11,7 @@ import numba
 import numpy as np
 from numba import types
 
-from odin_nerfstudio.runtime.addresses import pointer_to
+from odin_nerfstudio.runtime.addresses import move_words, pointer_to
 
 _OPTIONS: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy"}
 
@@ -20,24 +20,21 @@ uint32_at = pointer_to(types.uint32)
 
 @numba.njit(**_OPTIONS)
 def mask_to_ids(mask, ids):  # type: ignore[no-untyped-def]
-    """Rows whose mask byte is not zero, ascending, into ids (large enough); returns how many."""
+    """Rows whose mask byte is not zero, ascending, into ids (as long as the mask and one more); returns how many."""
     n = 0
-    for i in range(mask.shape[0]):
-        if mask[i] != 0:
-            ids[n] = i
-            n += 1
+    for i in range(mask.shape[0]):  # without a branch, which would be guessed wrong too often
+        ids[n] = i
+        n += mask[i] != 0
     return n
 
 
 @numba.njit(**_OPTIONS)
 def gather(source, ids, out):  # type: ignore[no-untyped-def]
-    """out[k] = source[ids[k]]. source [N, C], ids [n], out [>= n, C], contiguous."""
-    columns = source.shape[1]
+    """out[k] = the leading columns of source[ids[k]]. source [N, C], ids [n], out [>= n, <= C] of 4-byte words."""
+    here, there = source.ctypes.data, out.ctypes.data
+    width, columns = 4 * source.shape[1], out.shape[1]
     for k in range(ids.shape[0]):
-        row = source[np.uint32(ids[k])]
-        target = out[np.uint32(k)]
-        for c in range(columns):
-            target[c] = row[c]
+        move_words(here + width * ids[k], there + 4 * columns * k, columns)
 
 
 @numba.njit(**_OPTIONS)
@@ -191,3 +188,14 @@ def any_outside(mask, ids):  # type: ignore[no-untyped-def]
     for k in range(ids.shape[0]):
         n += mask[ids[k]] == 0
     return n
+
+
+@numba.njit(**_OPTIONS)
+def add_statistics(gradients, counts, largest, ids, norms, radii):  # type: ignore[no-untyped-def]
+    """Add one view to densification statistics. gradients, counts, largest (or [0]): [N] float32; ids, unique: [n]."""
+    for k in range(ids.shape[0]):
+        i = ids[k]
+        gradients[i] += norms[k]
+        counts[i] += np.float32(1)
+        if largest.shape[0]:
+            largest[i] = max(largest[i], radii[k])

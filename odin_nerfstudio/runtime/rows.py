@@ -40,17 +40,20 @@ def _np(tensor: Tensor) -> np.ndarray:
 def ids_of_mask(mask: Tensor) -> Tensor:
     """Ascending rows whose mask byte is not zero. mask [N] uint8 -> [n] int32."""
     if on_cpu(mask):
-        ids = np.empty(mask.shape[0], np.int32)
+        ids = np.empty(mask.shape[0] + 1, np.int32)
         return torch.from_numpy(ids[: kernels.mask_to_ids(_np(mask), ids)].copy())
     return mask.nonzero().flatten().int()
 
 
 def gather(source: Tensor, ids: Tensor, out: Tensor) -> None:
-    """out[k] = source[ids[k]]; rows of out beyond the ids are left alone. source [N, ...], ids [n] int32."""
-    if on_cpu(source):
+    """out[k] = source[ids[k]], or as many of its leading columns as out has; rows of out beyond the ids are left alone.
+
+    source [N, ...], ids [n] int32.
+    """
+    if on_cpu(source) and source.element_size() == 4:
         kernels.gather(_np(flat(source)), _np(ids), _np(flat(out)))
     else:
-        flat(out)[: ids.shape[0]] = flat(source)[ids.long()]
+        flat(out)[: ids.shape[0]] = flat(source)[ids.long(), : _columns(out)]
 
 
 def flag_rows(gradient: Tensor, width: int, flags: Tensor) -> None:
@@ -207,3 +210,16 @@ def count_outside(mask: Tensor, ids: Tensor) -> int:
     if on_cpu(mask):
         return int(kernels.any_outside(_np(mask), _np(ids)))
     return int((mask[ids.long()] == 0).sum())
+
+
+def adds_statistics(*tensors: Tensor) -> bool:
+    """Whether `add_statistics` takes these tensors: contiguous float32 vectors on the CPU."""
+    return all(on_cpu(t) and t.dtype == torch.float32 and t.dim() == 1 and t.is_contiguous() for t in tensors)
+
+
+def add_statistics(
+    gradients: Tensor, counts: Tensor, largest: Tensor | None, ids: Tensor, norms: Tensor, radii: Tensor
+) -> None:
+    """gradients[ids] += norms, counts[ids] += 1, largest[ids] = max(largest[ids], radii), of unique ids [n] int32."""
+    kept = np.empty(0, np.float32) if largest is None else _np(largest)
+    kernels.add_statistics(_np(gradients), _np(counts), kept, _np(ids), _np(norms), _np(radii))

@@ -7,6 +7,7 @@ treat the tail of a tensor differently, which would let the size of the candidat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -34,7 +35,8 @@ class TableShadow:
     ids: Tensor
     """Rows of the table, ascending. [n] int32."""
     leaves: dict[str, Tensor]
-    """Parameters: leaf tensors of at least n rows, the first n copied from the table, the others padding."""
+    """Parameters: leaf tensors of at least n rows, the first n copied from the table, the others padding. A leaf
+    can end before columns that are inactive at the task's step ([n, bands, 3])."""
     index: int
     """Number of the reused buffer behind the leaves."""
 
@@ -67,8 +69,11 @@ class ShadowPool:
         self._buffers: list[dict[str, Tensor]] = []
         self._free: list[int] = []
 
-    def take(self, ids: Tensor, view: int) -> TableShadow:
-        """Copy rows `ids` ([n] int32) of the table as a task of `view` sees them."""
+    def take(self, ids: Tensor, view: int, step: int | None = None) -> TableShadow:
+        """Copy rows `ids` ([n] int32) of the table as a task of `view` sees them.
+
+        step: Leave out the columns that are inactive at this step. None: all columns.
+        """
         table = self.table
         if not self._free:
             self._free.append(len(self._buffers))
@@ -77,24 +82,35 @@ class ShadowPool:
         n = int(ids.shape[0])
         padded = max(-(-n // table.multiple), 1 if table.multiple > 1 else 0) * table.multiple
         filler: Mapping[str, Tensor] = table.padding(view) if table.padding is not None and padded > n else {}
+        active = table.active_columns(step) if table.active_columns and step is not None else {}
         leaves = {}
         for name, parameter in table.parameters.items():
-            leaf = self._buffer(index, name, parameter, padded)
+            shape = _active_shape(parameter, active.get(name))
+            leaf = self._buffer(index, name, parameter, (padded, *shape))
             rows.gather(parameter, ids, leaf)
             if padded > n:
-                leaf[n:] = filler[name].to(leaf.device)
+                leaf[n:] = (filler[name][: shape[0]] if shape else filler[name]).to(leaf.device)
             leaves[name] = leaf.requires_grad_(name in table.optimizers)
         return TableShadow(ids, leaves, index)
 
-    def _buffer(self, index: int, name: str, parameter: Tensor, count: int) -> Tensor:
+    def _buffer(self, index: int, name: str, parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
+        count = shape[0]
         held = self._buffers[index].get(name)
-        if held is None or held.shape[0] < count:
-            held = torch.empty(
-                (int(count * 1.2) + 1, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device
-            )
+        if held is None or held.shape[0] < count or held.shape[1:] != shape[1:]:
+            held = torch.empty((int(count * 1.2) + 1, *shape[1:]), dtype=parameter.dtype, device=parameter.device)
             self._buffers[index][name] = held
         return held[:count].detach()
 
     def give_back(self, shadow: TableShadow) -> None:
         """Let the buffers behind a shadow be reused."""
         self._free.append(shadow.index)
+
+
+def _active_shape(parameter: Tensor, columns: int | None) -> tuple[int, ...]:
+    """Shape of a row of which only so many leading columns of its flattened form are active (None: all), if these make
+    up whole entries of its first dimension; else all of it."""
+    shape = tuple(parameter.shape[1:])
+    inner = math.prod(shape[1:])
+    if columns is None or not shape or inner == 0 or columns % inner or columns // inner >= shape[0]:
+        return shape
+    return (columns // inner, *shape[1:])

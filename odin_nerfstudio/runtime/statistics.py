@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from odin_nerfstudio.runtime import rows as row_operations
+
 
 @dataclass(eq=False)
 class DensificationStatistics:
@@ -67,6 +69,11 @@ class DensificationStatistics:
         for key in ("grad2d", "count", "radii"):
             if key in state and state[key] is None:
                 state[key] = torch.zeros(total, device=ids.device)
+        kept = [state["grad2d"], state["count"], *([state["radii"]] if "radii" in state else [])]
+        if row_operations.adds_statistics(*kept, norms, radii):
+            largest = kept[2] if len(kept) > 2 else None
+            row_operations.add_statistics(kept[0], kept[1], largest, ids, norms, radii)
+            return
         index = ids.long()
         state["grad2d"].index_add_(0, index, norms)
         state["count"].index_add_(0, index, torch.ones_like(norms))

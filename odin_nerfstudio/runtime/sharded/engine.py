@@ -42,23 +42,19 @@ from odin_nerfstudio.runtime.gate import (
     GatePolicy,
     QualityPolicy,
 )
-from odin_nerfstudio.runtime.keyed import keyed_randomness
 from odin_nerfstudio.runtime.publication import Publisher
 from odin_nerfstudio.runtime.ranks import Rank
 from odin_nerfstudio.runtime.shadow import Task
 from odin_nerfstudio.runtime.sharded.balance import Balance
 from odin_nerfstudio.runtime.sharded.exchange import ShardExchange
-from odin_nerfstudio.runtime.sharded.numbering import SEGMENTS, Masks, new_ids
 from odin_nerfstudio.runtime.sharded.owner import Owner, Projector
 from odin_nerfstudio.runtime.sharded.service import Service
+from odin_nerfstudio.runtime.sharded.structure import change_rows
 from odin_nerfstudio.runtime.sharded.views import MergedView, ViewTask, norms_of
 from odin_nerfstudio.runtime.status import StatusBoard
 from odin_nerfstudio.runtime.store import PublishedStore, RowTable
 from odin_nerfstudio.runtime.telemetry import StepRecord, Telemetry, now
 from odin_nerfstudio.runtime.transport import Activity, LocalTransport, Received, Transport
-
-PARENTS, SEGMENT = "odin_parents", "odin_segments"
-"""Tensors in a strategy's state during surgery: the old row of each row, and its segment (`numbering`)."""
 
 
 class ShardedEngine(Rank):
@@ -305,27 +301,9 @@ class ShardedEngine(Rank):
         if step != self.current - 1 or not self.is_structural(step):
             raise ValueError(f"structural: step {step} is not the step just published, or not structural")
         self.drain(STRUCTURAL)
-        begin, table, owner = now(), self.table, self.owner
+        begin = now()
         self.changing = True
-        before = table.count
-        state[PARENTS] = torch.arange(before)
-        state[SEGMENT] = torch.zeros(before, dtype=torch.uint8)
-        try:
-            with keyed_randomness(self.options.seed, step, table.device):
-                surgery()
-        finally:
-            parents, segments = state.pop(PARENTS), state.pop(SEGMENT)
-        masks = Masks(SEGMENTS, owner.total)
-        old = owner.ids[parents]
-        for segment in range(SEGMENTS):
-            masks.set(segment, old[segments == segment])
-        masks.words = self._exchange.union(masks.words)
-        table.resize(parents, step + 1)
-        ids, total = new_ids(masks, segments, old)
-        owner.take_rows(ids, total, step + 1)
-        if owner.evidence is not None:
-            owner.evidence.resize(parents, before)
-        self.balance.keep(state, step + 1)
+        change_rows(self, step, surgery, state)
         self.changing = False
         self._exchange.release()
         self.telemetry.structural(step, begin, now())

@@ -14,6 +14,9 @@ from torch import Tensor
 SEGMENTS = 4
 KEPT, DUPLICATED, FIRST_HALF, SECOND_HALF = range(SEGMENTS)
 
+PARENTS, SEGMENT = "odin_parents", "odin_segments"
+"""Tensors in a strategy's state during surgery: the old row of each row, and its segment."""
+
 _BITS = 64
 _COUNTS = np.array([bin(k).count("1") for k in range(1 << 16)], np.uint8)
 

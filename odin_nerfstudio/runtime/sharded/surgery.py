@@ -20,8 +20,8 @@ from gsplat.strategy.ops import _update_param_with_optimizer, duplicate
 from gsplat.utils import normalized_quat_to_rotmat
 from torch import Tensor
 
-from odin_nerfstudio.runtime.sharded.engine import SEGMENT, ShardedEngine
-from odin_nerfstudio.runtime.sharded.numbering import DUPLICATED, FIRST_HALF, SECOND_HALF, Masks
+from odin_nerfstudio.runtime.sharded.engine import ShardedEngine
+from odin_nerfstudio.runtime.sharded.numbering import DUPLICATED, FIRST_HALF, SECOND_HALF, SEGMENT, Masks
 
 Parameters = MutableMapping[str, Any] | torch.nn.ParameterDict
 

@@ -6,7 +6,7 @@ import torch
 
 from odin_nerfstudio.runtime import mass, rows
 from odin_nerfstudio.runtime.adam import OdinAdam, publish_rows
-from odin_nerfstudio.runtime.adam_parts import GradientPart, step_parts, steps_parts
+from odin_nerfstudio.runtime.adam_parts import GradientPart, LiveColumns, step_parts, steps_parts
 from odin_nerfstudio.runtime.candidates import MotionBound, ViewTest, candidate_ids
 from odin_nerfstudio.runtime.evidence import EvidenceStore, Shares
 from odin_nerfstudio.runtime.noise import PositionNoise
@@ -25,6 +25,7 @@ def warm_up() -> None:
 
     rows.ids_of_mask(mask)
     rows.gather(table, ids, packed)
+    rows.add_statistics(table[:, 0].clone(), table[:, 1].clone(), None, ids, torch.zeros(4), torch.zeros(4))
     rows.any_beyond(packed, 3, 4)
     rows.pack_active([packed, None], [3, 1], ids, mask)
     for where in (mask, None):
@@ -72,4 +73,5 @@ def warm_up() -> None:
         publish_rows(parameter.data, m, v, gradient, which, step=2, lr=1e-3, eps=1e-15)
     if steps_parts(parameter, m, v, betas=(0.9, 0.999)):
         parts = [GradientPart(ids, packed, 0, 3)]
-        step_parts(parameter, m, v, parts, mask, step=3, lr=1e-3, betas=(0.9, 0.999), eps=1e-15)
+        live = LiveColumns()
+        step_parts(parameter, m, v, parts, mask, step=3, lr=1e-3, betas=(0.9, 0.999), eps=1e-15, live=live)

@@ -206,14 +206,23 @@ class Browser:
         return self.evaluate("document.body ? document.body.innerText : ''")
 
     def click(self, label: str, timeout: float = 30) -> None:
-        """Clicks, with the mouse, on the button with this text, as soon as it is there, at rest and uncovered."""
+        """Clicks, with the mouse, on the button or tab with this text, as soon as it is at rest and uncovered."""
+        self._press("button", f"element.innerText.trim() === {json.dumps(label)}", f"a button '{label}'", timeout)
+
+    def choose(self, value: str, option: str, timeout: float = 30) -> None:
+        """Opens the drop-down list that shows ``value`` and clicks on one of its options."""
+        self._press("input", f"element.value === {json.dumps(value)}", f"a list that shows '{value}'", timeout)
+        chosen = f"element.innerText.trim() === {json.dumps(option)}"
+        self._press('[role="option"]', chosen, f"an option '{option}'", timeout)
+
+    def _press(self, selector: str, condition: str, what: str, timeout: float) -> None:
         find = f"""(() => {{
-            for (const button of document.querySelectorAll("button")) {{
-                if (button.innerText.trim() !== {json.dumps(label)}) continue;
-                button.scrollIntoView({{block: "nearest"}});
-                const box = button.getBoundingClientRect();
+            for (const element of document.querySelectorAll({json.dumps(selector)})) {{
+                if (!({condition})) continue;
+                element.scrollIntoView({{block: "nearest"}});
+                const box = element.getBoundingClientRect();
                 const [x, y] = [box.x + box.width / 2, box.y + box.height / 2];
-                if (button.contains(document.elementFromPoint(x, y))) return [x, y];
+                if (element.contains(document.elementFromPoint(x, y))) return [x, y];
             }}
             return null;
         }})()"""
@@ -223,7 +232,7 @@ class Browser:
             seen.append(self.evaluate(find))
             return seen[-1] if seen[-1] == seen[-2] else None  # panels slide in: wait until it has stopped
 
-        x, y = wait_until(place, timeout, f"a button '{label}' that can be clicked")  # type: ignore[misc]
+        x, y = wait_until(place, timeout, f"{what} that can be clicked")  # type: ignore[misc]
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
             pressed = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
             self.command("Input.dispatchMouseEvent", type=kind, x=x, y=y, **pressed)

@@ -208,3 +208,60 @@ def test_viewer_of_a_training_and_of_its_result(tmp_path: Path) -> None:
         viewer.interrupt()
     assert loaded.shape == trained.shape
     assert np.abs(loaded.astype(int) - trained).mean() < 3  # the checkpoint looks as the model did
+
+
+def test_tab_odin_and_its_outputs_on_two_ranks(tmp_path: Path) -> None:
+    assert CHROMIUM is not None
+    scene = sample_scene(tmp_path, "city", views=16)
+    training = Command(
+        "train",
+        tmp_path / "train.log",
+        *("odin-splatfacto", "--data", scene, "--output-dir", tmp_path, "--timestamp", "run", "--vis", "viewer"),
+        *("--max-num-iterations", 100_000, "--machine.device-type", "cpu", "--machine.num-devices", 2),
+        *("--logging.steps-per-log", 1, "--logging.local-writer.max-log-size", 0),
+        *("--pipeline.model.num-downscales", 0, "--pipeline.model.warmup-length", 100_000),
+    )
+
+    def ranks(text: str) -> dict[int, tuple[int, str]]:
+        """Step and activity of each rank, as the tab says."""
+        found = re.findall(r"rank (\d)\s+step (\d+)\s+(computing|updating|waiting|paused|evaluating)", text)
+        return {int(rank): (int(step), what) for rank, step, what in found}
+
+    with training:
+        training.wait(lambda: training.step() > 3, "steps")
+        with Browser(CHROMIUM, 900, 800) as browser:
+            open_viewer(browser, training.url)
+            browser.click("Odin", PATIENCE)
+            training.wait(lambda: len(ranks(browser.text())) == 2, "both ranks in the tab")
+            first, seen = ranks(browser.text()), set()
+
+            def changed() -> bool:
+                last = ranks(browser.text())
+                seen.update(what for _, what in last.values())
+                return len(last) == 2 and all(last[r][0] > first[r][0] for r in range(2)) and len(seen) > 1
+
+            training.wait(changed, "ranks that go on and change what they are doing")
+            assert re.search(r"quality, rlg order\s+step \d+ of \d+\s+epoch \d+, view \d+ of \d+", browser.text())
+            browser.click("Pause Training")
+            states = lambda: [what for _, (_, what) in sorted(ranks(browser.text()).items())]  # noqa: E731
+            training.wait(lambda: states() == ["paused", "waiting"], "rank 0 paused and rank 1 waiting for it")
+            browser.screenshot(tmp_path / "tab.png")
+            browser.click("Resume Training")
+
+            browser.click("Control")
+            wait_until(lambda: shows_a_scene(picture(browser)), PATIENCE, "a frame of the scene")
+            shown, frame = "rgb", picture(browser, tmp_path / "rgb.png").astype(int)
+            for output in ("odin_conflicts", "odin_lag", "odin_writer"):
+                browser.choose(shown, output)
+
+                def drawn(output: str = output, before: np.ndarray = frame) -> bool:
+                    now = picture(browser, tmp_path / f"{output}.png").astype(int)
+                    colored = (np.ptp(now, axis=2) > 40).any()  # primitives that have nothing to show are gray
+                    return bool(colored and now.std() > 5 and np.abs(now - before).mean() > 3)
+
+                training.wait(drawn, f"another picture of the scene for {output}")
+                shown, frame = output, picture(browser).astype(int)
+            blue = frame[..., 2] - frame[..., 0]
+            assert blue.max() > 40 and blue.min() < -40  # primitives of rank 0 and of rank 1
+            assert [line for line in browser.console if line.startswith("exception")] == []
+        assert training.interrupt() == 0

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 OUTPUTS = {"odin_conflicts": CONFLICTS, "odin_lag": LAG, "odin_writer": WRITER}
 """Names of the outputs and of what they show."""
-_DIM = 0.4
+_DIM = 0.55
 """Brightness of primitives that have nothing to show, so that the scene stays recognizable."""
 
 
@@ -94,12 +94,12 @@ class RowColors:
 
 
 def _conflict_tint(values: Tensor, _lookahead: int) -> tuple[Tensor, Tensor]:
-    return _ramp(CONFLICT_COLORS, values), values.sqrt()[:, None]
+    return _ramp(CONFLICT_COLORS, values), (3 * values).clamp(0, 1).sqrt()[:, None]
 
 
 def _lag_tint(values: Tensor, lookahead: int) -> tuple[Tensor, Tensor]:
     part = (values / (lookahead + 1)).clamp(0, 1)
-    return _ramp(LAG_COLORS, part), part.sqrt()[:, None]
+    return _ramp(LAG_COLORS, part), (3 * part).clamp(0, 1).sqrt()[:, None]
 
 
 def _writer_tint(values: Tensor, _lookahead: int) -> tuple[Tensor, Tensor]:

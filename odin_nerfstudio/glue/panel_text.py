@@ -83,10 +83,12 @@ def header(position: Position) -> str:
     """Mode, step and place in the plan."""
     done = min(1.0, position.view / max(1, position.views))
     lines = [
-        _row(_bold(position.mode), _right(f"step {position.step} of {position.last_step}")),
+        _row(
+            f"{_bold(position.mode)}, {position.order} order", _right(f"step {position.step} of {position.last_step}")
+        ),
         _row(
             f"epoch {position.epoch}, view {position.view} of {position.views}",
-            _right(f"{position.lanes} a step, {position.order} order"),
+            _right(f"{position.lanes} views a step"),
         ),
         _bar([(done, "#ffd369")], height=4),
     ]
@@ -98,7 +100,7 @@ def rank_table(statuses: Mapping[int, RankStatus], rates: Mapping[int, Rates]) -
     lines = []
     for rank, status in statuses.items():
         dot = f'<span style={{{{color: "{color_of(rank)}", marginRight: "0.4em"}}}}>&#9679;</span>'
-        lines.append(_row(f"{dot}{_bold(f'rank {rank}')}", _right(f"step {status.step}")))
+        lines.append(_row(f"<span>{dot}{_bold(f'rank {rank}')}</span>", _right(f"step {status.step}")))
         color = {"computing": COMPUTING, "waiting": WAITING, "updating": "#ced4da"}.get(status.what, "#adb5bd")
         known = rates.get(rank)
         lines.append(_row(f'<span style={{{{color: "{color}"}}}}>{doing_of(status)}</span>', ""))

@@ -1,0 +1,92 @@
+"""The tab "Odin" without a browser: what it says, and what is counted for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from odin_nerfstudio.glue import panel_text
+from odin_nerfstudio.glue.panel_text import Position, Rates
+from odin_nerfstudio.runtime.row_watch import CONFLICTS, LAG, WRITER, RowWatch
+from odin_nerfstudio.runtime.status import RankStatus, StatusBoard
+from odin_nerfstudio.runtime.store import RowTable, ViewRow
+from odin_nerfstudio.runtime.telemetry import Telemetry
+from odin_nerfstudio.runtime.transport import Kind, Received, bytes_message
+
+
+def table_of(count: int) -> RowTable:
+    parameter = torch.nn.Parameter(torch.zeros(count, 3))
+    adam = torch.optim.Adam([parameter])
+    return RowTable("gaussians", {"means": parameter}, {"means": adam}, ViewRow(), lambda _: {"means": 0.1})
+
+
+def test_rows_are_counted_on_request_and_follow_surgery() -> None:
+    table = table_of(4)
+    watch = RowWatch(table)
+    watch.begin()
+    assert watch.values(CONFLICTS) is None and CONFLICTS not in table.arrays  # nobody asked
+    watch.wanted = True
+    watch.begin()
+    table.versions.copy_(torch.tensor([5, 4, 5, 3]))
+    ids = torch.tensor([0, 1, 2], dtype=torch.int32)
+    refused = watch.behind(ids, 5)
+    assert refused.tolist() == [False, True, False]
+    table.versions[1] = 5  # it came in while the task waited
+    watch.read(ids, 5, refused)
+    watch.wrote(torch.tensor([1, 3], dtype=torch.int32), 1)
+    assert watch.values(CONFLICTS).tolist() == pytest.approx([0, 0.1, 0, 0])  # type: ignore[union-attr]
+    assert watch.values(LAG).tolist() == pytest.approx([0, 0, 0, 0.4])  # type: ignore[union-attr]
+    table.arrays.resize(torch.tensor([1, 1, 3]), {"versions": 6})
+    assert watch.values(WRITER).tolist() == [1, 1, 1]  # type: ignore[union-attr]
+    assert watch.values(CONFLICTS).tolist() == pytest.approx([0.1, 0.1, 0])  # type: ignore[union-attr]
+    watch.wanted = False
+    watch.begin()
+    assert not {CONFLICTS, LAG, WRITER} & set(table.arrays.names())
+
+
+def boards() -> tuple[list[StatusBoard], list[Telemetry]]:
+    """Two boards that hear each other at once."""
+    telemetries = [Telemetry(rank) for rank in range(2)]
+    both: list[StatusBoard] = []
+
+    def sender(rank: int) -> Any:
+        def send(peers: Any, data: bytes) -> None:
+            for peer in peers:
+                both[peer].take(Received(rank, Kind.STATUS, bytes_message(data), 0.0))
+
+        return send
+
+    both += [StatusBoard(telemetries[r], [1 - r], sender(r), lambda step, lane: lane % 2) for r in range(2)]
+    return both, telemetries
+
+
+def test_rank_0_learns_what_the_others_do() -> None:
+    (board, _), telemetries = boards()
+    telemetries[1].enter("waiting", 7, "raw", ((6, 0), (6, 2)))
+    telemetries[1].totals["tasks"] = 12.0
+    assert list(board.statuses()) == [0]  # nobody has asked
+    board.ask()
+    status = board.statuses()[1]
+    assert (status.step, status.what, status.totals["tasks"]) == (7, "waiting", 12.0)
+    assert panel_text.doing_of(status) == "waiting for rank 0, step 6 (raw)"
+    assert board.estimate() is None
+    board.ask(with_timeline=True)
+    assert board.estimate() is None  # nothing has been done yet
+
+
+def test_text_of_the_tab() -> None:
+    old = RankStatus(1, 40, "computing", clock=10.0, totals={"tasks": 30, "compute": 5.0, "wait": 1.0})
+    new = RankStatus(1, 44, "paused", clock=12.0, totals={"tasks": 34, "compute": 6.0, "wait": 1.5, "conflicts": 3})
+    rates = Rates.between(old, new)
+    assert rates == Rates(0.5, 0.25, 2.0, 1.5, 0.0)
+    assert Rates.between(new, new) is None
+    table = panel_text.rank_table({1: new}, {1: rates})
+    assert "rank 1" in table and "paused" in table and "50 % computing, 25 % waiting" in table
+    assert "conflicts per second" in panel_text.figures([rates], None, "quality", 2)
+    assert "conflicts" not in panel_text.figures([rates], None, "quality", 1)  # one rank has none to conflict with
+    head = panel_text.header(Position("quality", 7, 100, 1, 14, 57, 2, "rlg"))
+    assert "epoch 1, view 14 of 57" in head and "step 7 of 100" in head
+    for text in (table, head, panel_text.legend(2)):  # viser takes it for MDX: one line, balanced braces
+        assert "\n" not in text and text.count("{") == text.count("}") == text.count("{{") * 2

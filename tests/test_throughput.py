@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -24,14 +26,34 @@ from odin_nerfstudio.runtime.throughput import DelayLimits, ThroughputPolicy
 USUAL = Toy(mode="throughput", views=16, primitives=400, steps=500, refine_every=60, reset_every=180, check=True)
 SHORT = replace(USUAL, steps=60, refine_every=20, check=False, jitter=0.003, debug=False)
 
+RUNS = {
+    3: {
+        "run": replace(USUAL, slow=(1, 0.006)),
+        "quality": replace(SHORT, mode="quality"),
+        "punctual": replace(SHORT, max_delay=0),
+        "careful": replace(SHORT, max_overlap=0.0),
+    },
+    4: {"run": replace(USUAL, slow=(2, 0.006), max_delay=1)},
+}
+"""By number of ranks; one rank is slowed down at random."""
 
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """What the runs left behind, by number of ranks."""
+    found = {ranks: tmp_path_factory.mktemp(f"ranks-{ranks}") for ranks in RUNS}
+    for ranks, folder in found.items():
+        outcome = run_ranks(ranks, folder, RUNS[ranks], timeout=600)
+        assert outcome.codes == [0] * ranks, (outcome.errors, outcome.failures)
+    return found
+
+
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", [3, 4])
-def test_e5_reads_are_bounded_and_counted_and_nothing_is_lost(ranks: int, tmp_path: Path) -> None:
-    toy = replace(USUAL, slow=(ranks - 2, 0.006), max_delay=2 if ranks == 3 else 1)
-    outcome = run_ranks(ranks, tmp_path, {"run": toy}, timeout=300)
-    assert outcome.codes == [0] * ranks, (outcome.errors, outcome.failures)
-    totals = json.loads((tmp_path / "run" / "totals.json").read_text())
-    seen = [json.loads((tmp_path / "run" / f"reads.{rank}.json").read_text()) for rank in range(ranks)]
+def test_e5_reads_are_bounded_and_counted_and_nothing_is_lost(ranks: int, folders: dict[int, Path]) -> None:
+    folder, toy = folders[ranks] / "run", RUNS[ranks]["run"]
+    totals = json.loads((folder / "totals.json").read_text())
+    seen = [json.loads((folder / f"reads.{rank}.json").read_text()) for rank in range(ranks)]
     for total, facts in zip(totals, seen):
         assert total.get("delayed_tasks", 0) == facts["late_reads"]
         assert total.get("delayed_rows", 0) == facts["late_rows"]
@@ -43,21 +65,13 @@ def test_e5_reads_are_bounded_and_counted_and_nothing_is_lost(ranks: int, tmp_pa
     for one in seen:
         for other in seen:
             common = one["bits"].keys() & other["bits"].keys()
-            assert all(one["bits"][key] == other["bits"][key] for key in common)
+            assert len(common) > 50 and all(one["bits"][key] == other["bits"][key] for key in common)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_without_delay_or_overlap_it_equals_quality(ranks: int, tmp_path: Path) -> None:
-    runs = {
-        "quality": replace(SHORT, mode="quality"),
-        "punctual": replace(SHORT, max_delay=0),
-        "careful": replace(SHORT, max_overlap=0.0),
-    }
-    outcome = run_ranks(ranks, tmp_path, runs)
-    assert outcome.codes == [0] * ranks, (outcome.errors, outcome.failures)
-    quality = torch.load(tmp_path / "quality" / "end.pt")
+def test_without_delay_or_overlap_it_equals_quality(folders: dict[int, Path]) -> None:
+    quality = torch.load(folders[3] / "quality" / "end.pt")
     for name in ("punctual", "careful"):
-        assert same(torch.load(tmp_path / name / "end.pt"), quality) == [], name
+        assert same(torch.load(folders[3] / name / "end.pt"), quality) == [], name
 
 
 @dataclass(frozen=True)
@@ -228,3 +242,20 @@ def test_evidence_follows_surgery_and_keeps_to_its_memory() -> None:
     store.put(0, Shares.of(torch.arange(2), torch.full((2,), 0.5)))
     store.put(2, Shares.of(torch.arange(4), torch.full((4,), 0.25)))
     assert store.of(2) is not None and store.bytes == 6 * 7
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mode": "throughput", "max_delay": 3}, "max-delay 3 is more than --pipeline.odin.lookahead 2"),
+        ({"max_overlap": -0.1}, "max-overlap -0.1 is negative"),
+        ({"mode": "throughput", "max_delay": 4, "lookahead": 4}, ""),
+        ({"max_delay": 3}, ""),
+    ],
+)
+def test_limits_that_make_no_sense_are_refused_in_one_line(options: dict[str, Any], words: str) -> None:
+    from odin_nerfstudio.glue.job import check_delays
+    from odin_nerfstudio.glue.odin_options import OdinOptions
+
+    with pytest.raises(SystemExit, match=words) if words else nullcontext():
+        check_delays(OdinOptions(**options))

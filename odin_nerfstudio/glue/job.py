@@ -50,7 +50,7 @@ def prepare(config: OdinTrainerConfig) -> None:
     check_backend(options.backend, machine.device_type, local_ranks(config))
     if options.seed is None:
         options.seed = machine.seed
-    _check_delays(options)
+    check_delays(options)
     ranks = ranks_of(config)
     if options.views_per_step is None:
         options.views_per_step = _views_per_step_of_checkpoint(config) or ranks
@@ -105,8 +105,12 @@ def _views_per_step_of_checkpoint(config: OdinTrainerConfig) -> int | None:
         raise SystemExit(f"Error: {error}") from error
 
 
-def _check_delays(options: OdinOptions) -> None:
-    """Limits of delayed reads that make sense."""
+def check_delays(options: OdinOptions) -> None:
+    """Refuses limits of delayed reads that make no sense.
+
+    Raises:
+        SystemExit: one line says which and what to do.
+    """
     for name in ("max_delay", "max_overlap", "max_impact"):
         if (value := getattr(options, name)) < 0:
             raise SystemExit(f"Error: --pipeline.odin.{name.replace('_', '-')} {value} is negative")

@@ -1,12 +1,12 @@
-"""odin-splatfacto-aa: splatfacto's antialiased mode, trained by Odin."""
+"""odin-splatfacto-aa: splatfacto antialiased and smoothed in 3D, trained by Odin."""
 
 from __future__ import annotations
 
+from odin_nerfstudio.glue.aa_model import OdinAaModelConfig
 from odin_nerfstudio.glue.method import splatfacto_method
-from odin_nerfstudio.glue.odin_model import OdinSplatfactoModelConfig
 
 odin_splatfacto_aa = splatfacto_method(
     "odin-splatfacto-aa",
-    OdinSplatfactoModelConfig(rasterize_mode="antialiased"),
+    OdinAaModelConfig(),
     "odin-splatfacto antialiased, for images at other resolutions than the captured ones.",
 )

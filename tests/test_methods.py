@@ -7,8 +7,11 @@ gsplat's in test_mcmc.py, and a training equals a plain loop below.
 
 from __future__ import annotations
 
+import importlib.machinery
 import json
 import shutil
+import sys
+import types
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +23,7 @@ from own_method import odin_glow
 from PIL import Image
 from training import differences, latest, sample_scene, small_config, train
 
+from odin_nerfstudio.glue.lpips_metric import OptionalLpips
 from odin_nerfstudio.glue.model_options import refusal
 from odin_nerfstudio.glue.odin_trainer import OdinTrainer
 from odin_nerfstudio.glue.splats import ROW_FIELDS, OdinSplats
@@ -41,6 +45,12 @@ MCMC: dict[str, Any] = {
     "pipeline__model__max_gs_num": 450,
     "pipeline__model__cull_alpha_thresh": 0.08,  # some are dead after so few steps
     "pipeline__model__use_scale_regularization": True,
+}
+AA: dict[str, Any] = {
+    **RANKS,
+    "method": "odin-splatfacto-aa",
+    "pipeline__model__warmup_length": 5,
+    "pipeline__model__refine_every": 10,
 }
 
 
@@ -137,6 +147,28 @@ def test_what_cannot_be_honoured_is_refused_with_the_reason(scene: Path, tmp_pat
     assert all(refusal(small_config(scene, tmp_path, 5, method=m).pipeline.model) is None for m in METHODS)
 
 
+def test_st_lpips_stands_in_where_lpips_has_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = types.ModuleType("stlpips_pytorch")
+    package.__spec__ = importlib.machinery.ModuleSpec("stlpips_pytorch", None)
+    package.stlpips = types.SimpleNamespace(LPIPS=_Difference)  # type: ignore[attr-defined]
+    metric, black, grey = OptionalLpips(), torch.zeros(4, 4, 3), torch.full((4, 4, 3), 0.25)
+    assert metric.substitute(black, grey) is None, "LPIPS was not found wanting"
+    metric._unavailable = True
+    monkeypatch.setitem(sys.modules, "stlpips_pytorch", package)
+    assert metric.substitute(black, grey) == 0.25
+
+
+class _Difference(torch.nn.Module):
+    """Stands in for the network of stlpips-pytorch."""
+
+    def __init__(self, net: str, variant: str, verbose: bool) -> None:
+        super().__init__()
+
+    def forward(self, one: torch.Tensor, other: torch.Tensor, normalize: bool) -> torch.Tensor:
+        assert one.shape == (1, 3, 4, 4) and normalize
+        return (one - other).abs().mean()
+
+
 # Ranks ----------------------------------------------------------------------------------------------------------------
 
 
@@ -149,12 +181,16 @@ def results(scene: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         return scene, root / name, steps, options
 
     barrier, glow = {"pipeline__odin__mode": "barrier"}, {**RANKS, "method": odin_glow.config}
-    run_on_ranks(1, [job("1", STEPS, **MCMC, **barrier), job("1-glow", STEPS, **glow, **barrier)], root / "log-1")
-    run_on_ranks(
-        2, [job("2", STEPS, **MCMC), job("2-half", STEPS // 2, **MCMC), job("2-glow", STEPS, **glow)], root / "log-2"
-    )
-    half = next((root / "2-half").rglob("nerfstudio_models"))
-    run_on_ranks(3, [job("3-resumed", STEPS - STEPS // 2, load_dir=half, **MCMC)], root / "log-3")
+    parts = {"half": MCMC, "half-aa": AA}
+    of_one = [job(f"1{name}", STEPS, **given, **barrier) for name, given in (("", MCMC), ("-aa", AA), ("-glow", glow))]
+    run_on_ranks(1, of_one, root / "log-1")
+    halves = [job(f"2-{name}", STEPS // 2, **given) for name, given in parts.items()]
+    run_on_ranks(2, [job("2", STEPS, **MCMC), job("2-glow", STEPS, **glow), *halves], root / "log-2")
+    resumed = [
+        job(f"3-{name}", STEPS - STEPS // 2, load_dir=next((root / f"2-{name}").rglob("nerfstudio_models")), **given)
+        for name, given in parts.items()
+    ]
+    run_on_ranks(3, resumed, root / "log-3")
     run_on_ranks(4, [job("4", STEPS, **MCMC)], root / "log-4")
     return {path.name: path for path in root.iterdir()}
 
@@ -163,8 +199,14 @@ def test_mcmc_is_the_same_in_every_mode_on_every_number_of_ranks_and_resumed(res
     reference = latest(results["1"])
     assert reference["step"] == STEPS - 1
     assert len(reference["pipeline"]["_model.gauss_params.means"]) == 450, "grown to the cap"
-    for name in ("2", "3-resumed", "4"):
+    for name in ("2", "3-half", "4"):
         assert differences(reference, latest(results[name])) == [], name
+
+
+def test_the_smoothing_filter_is_the_same_on_three_ranks_and_resumed(results: dict[str, Path]) -> None:
+    one = latest(results["1-aa"])
+    assert float(one["pipeline"]["_model.gauss_params.sampling_interval"].min()) > 0
+    assert differences(one, latest(results["3-half-aa"])) == []
 
 
 def test_a_method_from_outside_the_package_is_the_same_on_two_ranks(results: dict[str, Path]) -> None:

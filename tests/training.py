@@ -36,12 +36,13 @@ def sample_scene(folder: Path, kind: str = "object", views: int = 16, size: str 
 
 
 def small_config(scene: Path, outputs: Path, steps: int, **options: Any) -> Any:
-    """A config of odin-splatfacto, or another `method`, that densifies and resets within a few hundred steps."""
+    """A config of odin-splatfacto, or of ``method`` (name or config), that densifies and resets soon."""
     import copy
 
     from nerfstudio.configs.method_configs import all_methods
 
-    config: Any = copy.deepcopy(all_methods[options.pop("method", "odin-splatfacto")])
+    method = options.pop("method", "odin-splatfacto")
+    config: Any = copy.deepcopy(all_methods[method] if isinstance(method, str) else method)
     config.data = config.pipeline.datamanager.data = scene
     config.output_dir = outputs
     config.timestamp = options.pop("timestamp", "run")

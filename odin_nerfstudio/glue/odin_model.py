@@ -118,11 +118,12 @@ class OdinSplatfactoModel(OdinSplats):
             render, alpha, self.info = self.remote(view).rasterize(absgrad=absgrad, expected_depth=True)
             return render, alpha, {}
         colors, sh_degree = self.colors_at(rows, self.step)
+        scales, opacities = self.scales_and_opacities(rows)
         render, alpha, self.info = rasterization(
             means=rows["means"],
             quats=rows["quats"],
-            scales=torch.exp(rows["scales"]),
-            opacities=torch.sigmoid(rows["opacities"]).squeeze(-1),
+            scales=scales,
+            opacities=opacities,
             colors=colors,
             packed=False,
             near_plane=NEAR_PLANE,
@@ -134,6 +135,10 @@ class OdinSplatfactoModel(OdinSplats):
             **view,
         )
         return render, alpha, {}
+
+    def scales_and_opacities(self, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Standard deviations ``[n, 3]`` and opacities ``[n]`` of rows of the primitives, for the rasterizer."""
+        return torch.exp(rows["scales"]), torch.sigmoid(rows["opacities"]).squeeze(-1)
 
     def colors_at(self, rows: dict[str, Tensor], step: int) -> tuple[Tensor, int | None]:
         """Colours for the rasterizer at a step, and the degree to evaluate them at (``None``: plain RGB).

@@ -31,6 +31,8 @@ class TrainingContext:
     """(parameter group, step) -> learning rate."""
     optimizers: Mapping[str, torch.optim.Adam]
     """By parameter group."""
+    cameras: Cameras
+    """All training views ``[V]``, undistorted, on the CPU."""
     view_test: Callable[[int, int], ViewTest]
     """(step, view) -> the camera of a view at that step's resolution, as gsplat's 3D visibility test."""
     betas: Mapping[str, tuple[float, float]]

@@ -63,7 +63,7 @@ def model_tables(
     betas = {name: _betas(optimizer) for name, optimizer in trained.items()}
     pose = None if poses is None else PoseMotion(poses, "pose_adjustment", _betas(poses.optimizers["pose_adjustment"]))
     adams = {group: adam_of(optimizers, group) for group in optimizers.optimizers}
-    context = TrainingContext(seed, schedule, rates.at, adams, view_tests, betas, pose)
+    context = TrainingContext(seed, schedule, rates.at, adams, cameras, view_tests, betas, pose)
     tables = [
         RowTable(
             PRIMITIVES,

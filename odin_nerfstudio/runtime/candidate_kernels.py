@@ -47,7 +47,7 @@ def _ceil(x):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(**_OPTIONS)
-def mark(means, log_scales, versions, step, least_lag, reach_means, reach_scales, extra, view, out):  # type: ignore[no-untyped-def]
+def mark(means, log_scales, versions, step, least_lag, reach_means, reach_scales, extra, variance, view, out):  # type: ignore[no-untyped-def]
     """Set out[i] to 1 for rows that may be visible, else 0.
 
     Args:
@@ -56,6 +56,7 @@ def mark(means, log_scales, versions, step, least_lag, reach_means, reach_scales
         step, least_lag: A row lags by max(step - version, least_lag).
         reach_means, reach_scales: Motion by lag. [L + 1] float32.
         extra: Further motion of each row's position, or empty: none. [N] float32.
+        variance: What is added to each row's variance in 3D, or empty: nothing. [N] float32.
         view: Constants of the view, see `candidates.ViewTest.packed`. float32.
         out: [N] uint8.
 
@@ -79,6 +80,7 @@ def mark(means, log_scales, versions, step, least_lag, reach_means, reach_scales
     largest, flags = np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.int32)
     move = np.full(_BLOCK, reach_means[least_lag], np.float32)
     grow = np.full(_BLOCK, reach_scales[least_lag], np.float32)
+    filtered, wider = variance.shape[0] > 0, np.zeros(_BLOCK, np.float32)
     count = 0
     for start in range(0, n, _BLOCK):
         size = min(_BLOCK, n - start)
@@ -99,6 +101,8 @@ def mark(means, log_scales, versions, step, least_lag, reach_means, reach_scales
         if further:
             for k in range(size):
                 move[k] += extra[start + k]
+        if filtered:
+            wider[:size] = variance[start : start + size]
         for k in range(size):
             px[k], py[k], pz[k] = means_here[k, 0], means_here[k, 1], means_here[k, 2]
             a, b, c = scales_here[k, 0], scales_here[k, 1], scales_here[k, 2]
@@ -123,7 +127,7 @@ def mark(means, log_scales, versions, step, least_lag, reach_means, reach_scales
             ax = max(abs(min(max(u0, left), right)), abs(min(max(u1, left), right)))
             ay = max(abs(min(max(v0, top), bottom)), abs(min(max(v1, top), bottom)))
             slope = inverse_near * inverse_near * (_ONE + ax * ax + ay * ay)
-            radius = _ceil(_THREE * np.sqrt(_exp_up(largest[k] + largest[k]) * spread * slope + blur))
+            radius = _ceil(_THREE * np.sqrt((_exp_up(largest[k] + largest[k]) + wider[k]) * spread * slope + blur))
             left_edge, right_edge, top_edge, bottom_edge = fx * u0 + cx, fx * u1 + cx, fy * v0 + cy, fy * v1 + cy
             slack = radius + pixel_scale * radius
             reach_x = slack + pixel_scale * max(abs(left_edge), abs(right_edge)) + pixel_offset_x

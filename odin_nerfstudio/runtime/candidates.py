@@ -120,6 +120,7 @@ def candidate_mask(
     step: int = 0,
     least_lag: int = 0,
     extra: Tensor | None = None,
+    variance: Tensor | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, int]:
     """Rows that the view can make visible (radii > 0) at `step`, though the state given may lack updates before it.
@@ -133,6 +134,7 @@ def candidate_mask(
         step: Step of the task.
         least_lag: Treat every row as lacking at least that many updates.
         extra: How far each row's position can move beyond `motion` (noise, see `noise.PositionNoise`). [N] float32.
+        variance: What is added to each row's variance in 3D (a smoothing filter), squared scene units. [N] float32.
         out: Where to write the mask. [N] uint8.
 
     Returns:
@@ -148,8 +150,9 @@ def candidate_mask(
         )
     if versions is not None and (versions.shape != (n,) or versions.dtype != torch.int32):
         raise ValueError(f"versions: {versions.dtype} {tuple(versions.shape)}, expected int32 [{n}]")
-    if extra is not None and (extra.shape != (n,) or extra.dtype != torch.float32):
-        raise ValueError(f"extra: {extra.dtype} {tuple(extra.shape)}, expected float32 [{n}]")
+    for name, given in (("extra", extra), ("variance", variance)):
+        if given is not None and (given.shape != (n,) or given.dtype != torch.float32):
+            raise ValueError(f"{name}: {given.dtype} {tuple(given.shape)}, expected float32 [{n}]")
     if out is None:
         out = torch.empty(n, dtype=torch.uint8, device=means.device)
     elif out.shape != (n,) or out.dtype != torch.uint8:
@@ -157,19 +160,30 @@ def candidate_mask(
     if means.device.type != "cpu":
         out.copy_(
             candidate_mask_torch(
-                means, log_scales, view, motion, versions=versions, step=step, least_lag=least_lag, extra=extra
+                means,
+                log_scales,
+                view,
+                motion,
+                versions=versions,
+                step=step,
+                least_lag=least_lag,
+                extra=extra,
+                variance=variance,
             )
         )
         return out, int(out.sum())
     count = kernels.mark(
         means.detach().numpy(), log_scales.detach().numpy(),
         np.empty(0, np.int32) if versions is None else versions.numpy(), step, least_lag,
-        motion.means, motion.log_scales, np.empty(0, np.float32) if extra is None else extra.numpy(), view.packed,
-        out.numpy(),
+        motion.means, motion.log_scales, _per_row(extra), _per_row(variance), view.packed, out.numpy(),
     )  # fmt: skip
     if count < 0:
         _refuse_lag(int(-1 - count), motion)
     return out, int(count)
+
+
+def _per_row(values: Tensor | None) -> np.ndarray:
+    return np.empty(0, np.float32) if values is None else values.numpy()
 
 
 def candidate_ids(
@@ -205,6 +219,7 @@ def candidate_mask_torch(
     step: int = 0,
     least_lag: int = 0,
     extra: Tensor | None = None,
+    variance: Tensor | None = None,
 ) -> Tensor:
     """`candidate_mask` in torch's operations, for any device: the same test, with other roundings. [N] bool.
 
@@ -237,8 +252,9 @@ def candidate_mask_torch(
         bounds.append((u0, u1))
         clamped.append(torch.maximum(u0.clamp(first, last).abs(), u1.clamp(first, last).abs()))
     largest = log_scales.amax(1) + grow
-    variance = torch.exp(2 * largest) * c[27] * inverse_near**2 * (1 + clamped[0] ** 2 + clamped[1] ** 2)
-    radius = torch.ceil(3 * torch.sqrt(variance + c[28]))
+    size = torch.exp(2 * largest) if variance is None else torch.exp(2 * largest) + variance
+    spread = size * c[27] * inverse_near**2 * (1 + clamped[0] ** 2 + clamped[1] ** 2)
+    radius = torch.ceil(3 * torch.sqrt(spread + c[28]))
     outside = (high[:, 2] < c[29]) | (low[:, 2] > c[30]) | (radius <= c[31])
     for (u0, u1), focal, center, size, offset in zip(bounds, c[17:19], c[19:21], c[21:23], c[33:35]):
         p0, p1 = focal * u0 + center, focal * u1 + center

@@ -72,6 +72,8 @@ class VisibilityReads:
     scales: str = "scales"
     noise: PositionNoise | None = None
     """Where positions get noise: how far it can move them."""
+    variance: Callable[[], Tensor] | None = None
+    """What a 3D filter adds to each primitive's variance. [N] float32."""
     _motion: tuple[int, MotionBound] | None = field(default=None, init=False)
 
     def mark(self, step: int, view: int, versions: Tensor, least_lag: int, out: Tensor) -> int:
@@ -89,6 +91,7 @@ class VisibilityReads:
             step=step,
             least_lag=least_lag,
             extra=extra,
+            variance=None if self.variance is None else self.variance(),
             out=out,
         )
         return count

@@ -10,8 +10,10 @@ from types import ModuleType
 import pytest
 import torch
 
+from odin_nerfstudio.runtime.messages import FIRST, FRAME_WORDS
 from odin_nerfstudio.runtime.telemetry import Telemetry
-from odin_nerfstudio.runtime.trace import pack_spans, summary_table, write_chrome_trace
+from odin_nerfstudio.runtime.trace import network_spans, pack_spans, summary_table, write_chrome_trace
+from odin_nerfstudio.runtime.transport import Kind
 
 
 def load_script(name: str) -> ModuleType:
@@ -69,3 +71,24 @@ def test_trace_and_summary(tmp_path: Path) -> None:
     assert totals[0]["wait"] == pytest.approx(0.5)
     table = summary_table(totals)
     assert len(table.splitlines()) == 4 and "raw of rank 1: 0.5 s" in table
+
+
+def test_arrows_lead_from_sending_to_arrival(tmp_path: Path) -> None:
+    words = torch.zeros(FRAME_WORDS + 8, dtype=torch.int32)
+    words[1] = int(Kind.CONTRIBUTION)
+    words[FRAME_WORDS : FRAME_WORDS + 3] = torch.tensor([7, 1, FIRST])
+    beat = torch.zeros(FRAME_WORDS, dtype=torch.int32)
+    beat[1] = int(Kind.HEARTBEAT)
+    both = [Telemetry(rank, trace=True) for rank in range(2)]
+    network_spans(both[1])("send", 0, words, 10.0, 10.5)
+    network_spans(both[1])("send", 0, beat, 10.6, 10.7)
+    network_spans(both[0])("receive", 1, words, 10.6, 10.6)
+    write_chrome_trace(tmp_path / "trace.json", [pack_spans(telemetry) for telemetry in both])
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    spans = {rows[e["pid"], e["tid"]]: e for e in events if e["ph"] == "X"}  # the heartbeat is not there
+    assert set(spans) == {"to rank 0", "from rank 1"} and spans["to rank 0"]["dur"] == pytest.approx(0.5e6)
+    assert spans["from rank 1"]["args"] == {"bytes": 96, "peer": 1, "step": 7, "lane_number": 1, "part": "first"}
+    start, end = [e for e in events if e["ph"] in "sf"]
+    start, end = (start, end) if start["ph"] == "s" else (end, start)
+    assert start["id"] == end["id"] and (start["pid"], end["pid"]) == (1, 0)

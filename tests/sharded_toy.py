@@ -128,12 +128,14 @@ class SplatScene:
         return leaves["means"], leaves["quats"], torch.exp(leaves["scales"]), opacities, colors
 
     def project(self, step: int, view: StageView, leaves: Mapping[str, Tensor]) -> Projection:
-        return project(*self.inputs(step, leaves), self.degree(step), view)
+        means, quats, scales, opacities, colors = self.inputs(step, leaves)
+        return project(means, quats, scales, opacities, colors, self.degree(step), view)
 
     def render(self, step: int, view: StageView, leaves: Mapping[str, Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        means, quats, scales, opacities, colors = self.inputs(step, leaves)
         return rasterization(
-            *self.inputs(step, leaves), view.viewmat[None], view.K[None], WIDTH, HEIGHT, sh_degree=self.degree(step),
-            render_mode="RGB+ED", absgrad=self.run.absgrad,
+            means, quats, scales, opacities, colors, view.viewmat[None], view.K[None], WIDTH, HEIGHT,
+            sh_degree=self.degree(step), render_mode="RGB+ED", absgrad=self.run.absgrad,
             rasterize_mode="antialiased" if view.antialiased else "classic",
         )  # fmt: skip
 
@@ -348,7 +350,7 @@ def _rank_main(rank: int, world_size: int, folder: str, runs: dict[str, Run]) ->
 
 def run_sharded(ranks: int, folder: Path, runs: dict[str, Run], timeout: float = 300) -> Outcome:
     """Run the same runs, one after the other, in `ranks` processes."""
-    return run_ranks(ranks, folder, runs, timeout, main=_rank_main)
+    return run_ranks(ranks, folder, {**runs}, timeout, main=_rank_main)
 
 
 __all__ = ["Run", "collected", "dataclasses", "replicated", "run_sharded"]

@@ -90,7 +90,8 @@ def test_packets_come_back() -> None:
         back = GradientPacket(7, 2, 70, rows, torch.randn(3, 10, generator=g), norms)
         found = decode_gradients(encode_gradients(back))
         assert torch.equal(found.rows, rows) and torch.equal(found.gradients, back.gradients) and found.count == 70
-        assert (found.norms is None) if norms is None else torch.equal(found.norms, norms)
+        assert (found.norms is None) == (norms is None)
+        assert norms is None or found.norms is None or torch.equal(found.norms, norms)
     with pytest.raises(RuntimeError, match="words"):
         decode_splats(encode_splats(sent)[:-1])
 

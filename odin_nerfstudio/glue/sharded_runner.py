@@ -108,7 +108,7 @@ class ShardedRunner(StepRunner):
             rows = (ids, means.shape[0])
             cut_model(model, ids)
         cameras = pipeline.datamanager.train_dataset.cameras
-        strategy = FedShardStrategy.like(cast(FedStrategy, model.strategy))
+        strategy = cast(FedShardStrategy, FedShardStrategy.like(cast(FedStrategy, model.strategy)))
         strategy.verbose = False
         model.strategy = strategy
         table, *others = model_tables(self.model, optimizers, cameras, start_step, pipeline.seed)

@@ -98,7 +98,7 @@ class ShardedEngine(Rank):
         self.publisher = Publisher([table], self.options.debug)
         self._released = self._recorded = start_step
         self._on_step: Callable[[StepRecord], None] | None = None
-        self._exchange = ShardExchange(self)
+        self._exchange = self._shards = ShardExchange(self)
         self.owner = Owner(
             plan,
             table,
@@ -110,7 +110,7 @@ class ShardedEngine(Rank):
             projector,
             self.options.lookahead,
             self._limit,
-            self._exchange.ship,
+            self._shards.ship,
             start_step,
         )
         self.frontier = cast(Frontier, self.owner)
@@ -133,7 +133,7 @@ class ShardedEngine(Rank):
     @property
     def exchange_of_shards(self) -> ShardExchange:
         """This rank's side of all messages."""
-        return self._exchange
+        return self._shards
 
     @property
     def board(self) -> StatusBoard:
@@ -162,7 +162,7 @@ class ShardedEngine(Rank):
     def is_fence(self, step: int) -> bool:
         """Whether the state after a step is looked at before anything of the next one is published."""
         last = self.plan.steps is not None and step == self.plan.steps - 1
-        return last or self.is_structural(step) or self._is_fence(step) or self._exchange.takes_effect(step + 1)
+        return last or self.is_structural(step) or self._is_fence(step) or self._shards.takes_effect(step + 1)
 
     def _limit(self) -> int:
         """The next fence that this rank has not passed."""
@@ -194,14 +194,14 @@ class ShardedEngine(Rank):
         key, everyone = (task.step, task.lane), range(self.transport.world_size)
         hazard = RAW if self.policy.partial else BARRIER
         met = False
-        while len(found := self._exchange.splats.get(key, {})) < self.transport.world_size:
+        while len(found := self._shards.splats.get(key, {})) < self.transport.world_size:
             if not met:
                 met = True
                 record.conflicts += 1
             late = tuple(Awaited(task.step, -1 - r) for r in everyone if r not in found)
             self._await(task.step, Decision(hazard, late))
         begin = now()
-        merged = MergedView(self._exchange.splats.pop(key), self.owner.projector.view(task.step, task.view))
+        merged = MergedView(self._shards.splats.pop(key), self.owner.projector.view(task.step, task.view))
         self._open.add(key)
         end = now()
         record.acquire += end - begin
@@ -238,7 +238,7 @@ class ShardedEngine(Rank):
         me = self.transport.rank
         for rank in sorted(packets, key=lambda r: (r == me, r)):  # the others first: they may be waiting
             if packets[rank].count:
-                record.sent += self._exchange.send_gradients(rank, packets[rank])
+                record.sent += self._shards.send_gradients(rank, packets[rank])
         record.contribute += now() - begin
         self._serve()
 
@@ -337,7 +337,7 @@ class ShardedEngine(Rank):
 
     def _take_and_advance(self, received: Received) -> None:
         """In the service's thread, while the training thread renders."""
-        self._exchange.take(received)
+        self._shards.take(received)
         self.owner.advance()
 
     def _advance(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_on_ranks
+from forked_ranks import run_on_ranks
 from training import differences, latest, sample_scene, small_config, train
 
 from odin_nerfstudio.glue.job import prepare
@@ -42,6 +42,7 @@ def results(scene: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
             (scene, root / "2-quality", STEPS, {**OPTIONS, **quality}),
             (scene, root / "2-half", STEPS // 2, {**OPTIONS, **quality}),
         ],
+        root / "log-2",
     )
     half = next((root / "2-half").rglob("nerfstudio_models"))
     run_on_ranks(
@@ -50,6 +51,7 @@ def results(scene: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
             (scene, root / "1-barrier", STEPS, {**OPTIONS, **barrier}),
             (scene, root / "1-resumed", STEPS - STEPS // 2, {**OPTIONS, **barrier, "load_dir": half}),
         ],
+        root / "log-1",
     )
     return {path.name: path for path in root.iterdir()}
 
@@ -60,15 +62,21 @@ def test_modes_ranks_and_resume_give_the_same_bits(results: dict[str, Path]) -> 
     scales = reference["pipeline"]["_model.gauss_params.scales"]
     assert len(scales) > 420, "the run densifies"
     assert bool((scales[:, 2] <= LOG_THICKNESS + 1e-4).all()), "the third scale is not trained"
-    assert bool((reference["pipeline"]["_model.gauss_params.scales"][:, :2].std() > 0.1).all())
+    assert float(scales[:, :2].std()) > 0.1
     for name in ("2-quality", "1-resumed"):
         assert differences(reference, latest(results[name])) == [], name
 
 
-def test_outputs_and_losses(scene: Path, tmp_path: Path) -> None:
-    config = small_config(scene, tmp_path, 40, **{**OPTIONS, "pipeline__model__normal_lambda": 0.1})
-    trainer = train(config)
-    model, datamanager = trainer.pipeline.model, trainer.pipeline.datamanager
+@pytest.fixture(scope="module")
+def trained(scene: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A trainer after 40 steps, and where its outputs are."""
+    outputs = tmp_path_factory.mktemp("trained")
+    options = {**OPTIONS, "pipeline__odin__scale_schedule": False, "pipeline__model__normal_lambda": 0.1}
+    return train(small_config(scene, outputs, 40, **options)), outputs
+
+
+def test_outputs_and_losses(trained: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, datamanager = trained[0].pipeline.model, trained[0].pipeline.datamanager
     camera, batch = datamanager.train_view(0)
     model.eval()
     outputs = model.get_outputs_for_camera(camera)
@@ -86,7 +94,8 @@ def test_outputs_and_losses(scene: Path, tmp_path: Path) -> None:
     model.step = 39
     outputs = model(camera)
     total = model.image_loss(outputs, dict(batch))
-    model.config.normal_lambda = model.config.distortion_lambda = 0.0
+    monkeypatch.setattr(model.config, "normal_lambda", 0.0)
+    monkeypatch.setattr(model.config, "distortion_lambda", 0.0)
     photometric = model.image_loss(outputs, dict(batch))
     agreement = (outputs["normals"] * outputs["surface_normals"] * outputs["accumulation"]).sum(-1)
     expected = photometric + 0.1 * (1 - agreement).mean() + 0.01 * outputs["distortion"].mean()
@@ -94,26 +103,25 @@ def test_outputs_and_losses(scene: Path, tmp_path: Path) -> None:
     assert "normals" not in model(camera), "no geometry is rendered where no loss wants it"
 
 
-
-def test_other_programs_read_checkpoint_and_export(scene: Path, tmp_path: Path) -> None:
+def test_other_programs_read_checkpoint_and_export(trained: tuple[Any, Path]) -> None:
     """splatfacto renders the checkpoint as thin Gaussians, and the PLY has what viewers read."""
     from nerfstudio.scripts.exporter import ExportGaussianSplat
 
     from odin_nerfstudio.glue.odin_model import OdinSplatfactoModelConfig
 
-    trainer = train(small_config(scene, tmp_path, 40, **OPTIONS))
+    trainer, outputs = trained
     model = trainer.pipeline.model.eval()
     camera, _ = trainer.pipeline.datamanager.train_view(0)
     splatfacto = OdinSplatfactoModelConfig().setup(
         scene_box=model.scene_box, num_train_data=16, seed_points=model.seed_points, metadata={}, device="cpu"
     )
-    weights = latest(tmp_path)["pipeline"]
+    weights = latest(outputs)["pipeline"]
     splatfacto.load_state_dict({k.removeprefix("_model."): v for k, v in weights.items() if k.startswith("_model.")})
     images = [m.get_outputs_for_camera(camera)["rgb"] for m in (model, splatfacto.eval())]
     assert (images[0] - images[1]).abs().mean() < 0.1
 
-    ExportGaussianSplat(load_config=next(tmp_path.rglob("config.yml")), output_dir=tmp_path).main()
-    header, body = (tmp_path / "splat.ply").read_bytes().split(b"end_header\n", 1)
+    ExportGaussianSplat(load_config=next(outputs.rglob("config.yml")), output_dir=outputs).main()
+    header, body = (outputs / "splat.ply").read_bytes().split(b"end_header\n", 1)
     names = [line.split()[-1].decode() for line in header.splitlines() if line.startswith(b"property float")]
     rows = torch.frombuffer(bytearray(body), dtype=torch.float32).reshape(-1, len(names))
     assert len(rows) == model.num_points

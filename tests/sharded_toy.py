@@ -54,6 +54,8 @@ class Run(Toy):
     imbalance: float = 0.2
     watch: bool = False
     """Pictures are asked for meanwhile."""
+    stop_at: int = -1
+    """At this step the last rank says that all shall stop soon."""
     absgrad: bool = True
     antialiased: bool = False
     scattered: bool = False
@@ -245,6 +247,10 @@ def sharded(run: Run, transport: Any) -> ShardedEngine:
     kind, rank, when = [*run.fault.split(":"), "", "-1", "-1"][:3] if run.fault.count(":") == 2 else ("", "-1", "-1")
     rng = np.random.default_rng(transport.rank)
     for step in range(run.steps):
+        if step == run.stop_at and transport.rank == transport.world_size - 1:
+            engine.announce("stop")
+        if "stop" in engine.due(step):
+            break
         if step == int(when) and transport.rank == int(rank):
             from runtime_toy import misbehave
 

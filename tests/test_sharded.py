@@ -28,12 +28,15 @@ USUAL = Run(primitives=300)
 OTHER = Run(
     lanes=3, views=4, primitives=200, empty_view=True, scattered=True, absgrad=False, antialiased=True, steps=14
 )  # fmt: skip
+STOPPED = 11
+"""Steps of a run that is told at step 3 to stop: owners run ahead, so it takes a while."""
 RUNS = {
     1: {"usual-quality": USUAL, "usual-barrier": dc.replace(USUAL, mode="barrier"), "other-quality": OTHER},
     2: {
         "usual-quality": dc.replace(USUAL, jitter=0.003, watch=True),
         "usual-barrier": dc.replace(USUAL, mode="barrier"),
         "other-quality": dc.replace(OTHER, jitter=0.003),
+        "stopped": dc.replace(USUAL, jitter=0.003, stop_at=3),
         "late": dc.replace(USUAL, mode="throughput", jitter=0.003, max_overlap=0.8, max_impact=0.3),
     },
     3: {
@@ -51,6 +54,7 @@ def expected() -> dict[str, dict[str, torch.Tensor]]:
     return {
         "usual": replicated(dc.replace(USUAL, **barrier), LocalTransport()),
         "other": replicated(dc.replace(OTHER, **barrier), LocalTransport()),
+        "stopped": replicated(dc.replace(USUAL, steps=STOPPED, **barrier), LocalTransport()),
     }
 
 
@@ -68,7 +72,8 @@ def test_sharded_equals_replicated(
             assert same(found, expected[name.split("-")[0]]) == [], name
         totals = json.loads((tmp_path / name / "totals.json").read_text())
         assert sum(t["sent"] for t in totals) == sum(t["received"] for t in totals)
-        assert sum(t["tasks"] for t in totals) == RUNS[ranks][name].steps * RUNS[ranks][name].lanes
+        steps = STOPPED if name == "stopped" else RUNS[ranks][name].steps
+        assert sum(t["tasks"] for t in totals) == steps * RUNS[ranks][name].lanes
 
 
 def test_densification_happens(expected: dict[str, dict[str, torch.Tensor]]) -> None:

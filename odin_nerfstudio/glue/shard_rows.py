@@ -18,7 +18,10 @@ from odin_nerfstudio.glue.odin_pipeline import OdinPipeline
 from odin_nerfstudio.planning.schedule import Plan
 from odin_nerfstudio.planning.shards import ShardTree, assign, divide
 
+_TREE_POINTS = 1_000_000
+"""About how many points the planes are made from; for all of a large model it would take minutes."""
 _SAMPLE_POINTS, _SAMPLE_VIEWS = 20_000, 64
+"""About how many points and views of each rank decide who gets which part."""
 PARAMETER = "_model.gauss_params."
 """How a pipeline's state names a per-primitive parameter."""
 
@@ -26,7 +29,7 @@ PARAMETER = "_model.gauss_params."
 def shard_tree(means: Tensor, plan: Plan, pipeline: OdinPipeline, ranks: int) -> ShardTree:
     """Shards of a model, each given to the rank whose views see most of it. means [N, 3]; the same on all ranks."""
     points = means.detach().numpy()
-    tree = divide(points, ranks)
+    tree = divide(points[:: max(1, len(points) // _TREE_POINTS)], ranks)
     if ranks == 1:
         return tree
     sample = points[:: max(1, len(points) // _SAMPLE_POINTS)]

@@ -80,7 +80,7 @@ def test_text_of_the_tab() -> None:
     old = RankStatus(1, 40, "computing", clock=10.0, totals={"tasks": 30, "compute": 5.0, "wait": 1.0})
     new = RankStatus(1, 44, "paused", clock=12.0, totals={"tasks": 34, "compute": 6.0, "wait": 1.5, "conflicts": 3})
     rates = Rates.between(old, new)
-    assert rates == Rates(0.5, 0.25, 2.0, 1.5, 0.0)
+    assert rates is not None and rates == Rates(0.5, 0.25, 2.0, 1.5, 0.0)
     assert Rates.between(new, new) is None
     table = panel_text.rank_table({1: new}, {1: rates})
     assert "rank 1" in table and "paused" in table and "50 % computing, 25 % waiting" in table

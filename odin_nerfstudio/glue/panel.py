@@ -7,6 +7,7 @@ asked, sent, counted or drawn.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -75,7 +76,7 @@ class OdinPanel:
                 if ended:
                     return
                 if watched:
-                    self._sleep()
+                    time.sleep(PERIOD)
                 else:
                     self._past.clear()
                     self._connected.clear()
@@ -83,9 +84,6 @@ class OdinPanel:
                         self._connected.set()
         except Exception as error:
             CONSOLE.log(f'The tab "Odin" of the viewer stops: {type(error).__name__}: {error}', markup=False)
-
-    def _sleep(self) -> None:
-        threading.Event().wait(PERIOD)
 
     def _update(self, ended: bool) -> None:
         runner = self._runner

@@ -19,6 +19,7 @@ from odin_nerfstudio.glue import panel_text
 from odin_nerfstudio.glue.compat import viewer_tab
 from odin_nerfstudio.glue.panel_outputs import RowColors
 from odin_nerfstudio.glue.panel_text import Position, Rates
+from odin_nerfstudio.glue.splats import OdinSplats
 from odin_nerfstudio.runtime.barrier_estimate import BarrierEstimate
 from odin_nerfstudio.runtime.status import RankStatus
 
@@ -51,8 +52,10 @@ class OdinPanel:
             gui = self._server.gui
             self._parts = [gui.add_markdown(self._header()), *(gui.add_markdown("") for _ in range(2))]
             gui.add_markdown(panel_text.legend(ranks))
-        self._colors = RowColors(runner.model, runner.engine.row_watch, runner.engine.lookahead, viewer)
-        runner.model.viewer_outputs = self._colors.add
+        self._colors: RowColors | None = None
+        if isinstance(model := runner.model, OdinSplats):  # any method's, unless it brings a model of its own
+            self._colors = RowColors(model, runner.engine.row_watch, runner.engine.lookahead, viewer)
+            model.viewer_outputs = self._colors.add
         self._server.on_client_connect(lambda _: self._connected.set())
         if self._server.get_clients():
             self._connected.set()
@@ -70,7 +73,8 @@ class OdinPanel:
                 self._connected.wait()
                 ended = self._ended
                 watched = bool(self._server.get_clients())
-                self._colors.choose(watched)
+                if self._colors is not None:
+                    self._colors.choose(watched)
                 if ended or watched:
                     self._update(ended)
                 if ended:

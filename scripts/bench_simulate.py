@@ -34,6 +34,7 @@ from odin_nerfstudio.runtime.recording import (
     TASK_FIELDS,
     Recording,
     load_recording,
+    mean_without_pauses,
     seconds_between,
 )
 from odin_nerfstudio.simulation.cluster import MODES, Setup, compare, simulate
@@ -44,6 +45,8 @@ from odin_nerfstudio.simulation.scene import Scene, scene_of
 RANKS = 2
 FRAMES = 1448 / 1514
 """Payload of a full Ethernet frame, which is what the token bucket counts."""
+BURST = 256 * 1024 * FRAMES
+"""Of the token bucket in `bench_sync.hosts`."""
 LOOPBACK = Link("loopback", 2e9, 1e-4)
 """What gloo reaches between two processes here, roughly; messages of a megabyte take half a millisecond."""
 
@@ -107,7 +110,7 @@ class Validate:
                         rate = 8e-6 * sent / (share * compute)
                         with hosts(rate) as prefixes:
                             ranks = run_ranks(job, folder, prefixes, "10.77.0.1", "simulate_worker.py")
-                        link = Link(f"{rate:.0f} Mbit/s", rate * 1e6 / 8 * FRAMES, 2e-4)
+                        link = Link(f"{rate:.0f} Mbit/s", rate * 1e6 / 8 * FRAMES, 2e-4, BURST)
                     recording = load_recording(folder / "recorded")
                     if share == 0 and skew == 0:
                         stretches = ranks[0]["stretches"]
@@ -157,17 +160,22 @@ class Replayed:
 
 
 def only_barrier(recording: Recording, stretches: Sequence[dict[str, Any]]) -> Recording:
-    """The recording with the times of barrier stretches only: predictions must not know the other modes' times."""
+    """The recording with the times of barrier stretches only: predictions must not know the other modes' times.
+
+    Only what splitting contributions costs is taken from the other stretches, since a barrier does not split any.
+    """
     runs = [range(s["first"], s["first"] + s["steps"]) for s in stretches if s["mode"] == "barrier"]
     steps = [step for run in runs for step in run]
     tasks = recording.tasks[np.isin(recording.column("step"), steps)]
     mine = recording.steps[np.isin(recording.step_column("step"), steps)]
+    split = recording.steps[~np.isin(recording.step_column("step"), steps)]
     own = [(tasks[tasks[:, 3] == rank], mine[mine[:, 1] == rank]) for rank in range(RANKS)]
     at = {name: k for k, name in enumerate(STEP_FIELDS)}
-    cost = {name: float(np.median(mine[:, at[name]])) for name in ("acquire", "contribute", "publish")}
-    mark = recording.overheads.mark
+    cost = {name: mean_without_pauses(mine[:, at[name]]) for name in ("acquire", "contribute", "publish")}
+    mark = recording.overheads.mark + recording.overheads.bound
     overheads = replace(
         recording.overheads, acquire=max(0.0, cost["acquire"] - mark), contribute=cost["contribute"],
+        defer=max(0.0, mean_without_pauses(split[:, at["contribute"]]) - cost["contribute"] - mark),
         publish=cost["publish"], between=float(np.mean([seconds_between(*one) for one in own])),
     )  # fmt: skip
     return Recording(**{**vars(recording), "tasks": tasks, "steps": mine, "overheads": overheads})

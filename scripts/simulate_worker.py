@@ -32,7 +32,7 @@ def stretch(trainer: OdinTrainer, mode: str, policy: Any, first: int, steps: int
     engine.drain()
     ended = time.monotonic() - start
     dist.barrier()
-    return {"mode": mode, "first": first, "steps": steps, "seconds": ended, **engine.telemetry.summary()}
+    return {**engine.telemetry.summary(), "mode": mode, "first": first, "steps": steps, "seconds": ended}
 
 
 def main() -> None:

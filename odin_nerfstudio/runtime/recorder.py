@@ -13,9 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from odin_nerfstudio.runtime import rows
+from odin_nerfstudio.runtime import messages, rows
 from odin_nerfstudio.runtime.messages import Contribution, Section
-from odin_nerfstudio.runtime.recording import Overheads, Recording, ViewSets, seconds_between
+from odin_nerfstudio.runtime.recording import (
+    Overheads,
+    Recording,
+    ViewSets,
+    mean_without_pauses,
+    seconds_between,
+)
 from odin_nerfstudio.runtime.shadow import Shadow, Task
 from odin_nerfstudio.runtime.store import RowLayout, RowTable
 from odin_nerfstudio.runtime.telemetry import StepRecord, now
@@ -155,31 +161,62 @@ class Recorder:
         )
 
     def _overheads(self, table: RowTable, step: int, structural: float, tasks: np.ndarray) -> Overheads:
-        """From the last steps' records, and two measurements of their own."""
+        """From the last steps' records, and measurements of their own, none of which changes anything."""
+        engine = self._engine
         view = next(iter(self.sets), 0)
         mask = table.arrays["mask"]
         mark = _seconds(lambda: table.reads.mark(step, view, table.versions, 0, mask), table.device)
+        steps = iter(range(step + 2, step + 100))
+        first = _seconds(lambda: table.reads.mark(next(steps), view, table.versions, 0, mask), table.device)
+        bound = max(0.0, first - mark)
         pending = torch.zeros_like(mask)
+        table.reads.mark(step, view, table.versions, 0, mask)
+        defer = self._defer(table, step, rows.ids_of_mask(mask))
         scan = _seconds(lambda: rows.publishable(table.versions, -1, pending, mask), table.device)
         recent = np.array(self.steps[-100:], np.float64).reshape(-1, 8)
         per_task = np.maximum(recent[:, 2], 1)
         acquire, contribute, publish = (
-            float(np.median(column)) if len(recent) else 0.0
+            mean_without_pauses(column) if len(recent) else 0.0
             for column in (recent[:, 3] / per_task, recent[:, 4] / per_task, recent[:, 5])
         )
-        engine = self._engine
         others = 0
         if engine.policy.partial and engine.transport.world_size > 1:
             others = engine.plan.views_per_step - round(float(np.median(per_task)) if len(recent) else 1)
         return Overheads(
             mark=mark,
-            acquire=max(0.0, acquire - mark),
-            contribute=max(0.0, contribute - others * mark),
+            bound=bound,
+            acquire=max(0.0, acquire - mark - bound),
+            contribute=max(0.0, contribute - (others * mark + bound + defer if others else 0.0)),
             publish=publish,
             scan=scan,
+            sweep=self._sweep(table, step),
+            defer=defer,
             structural=structural,
             between=seconds_between(tasks[-100:], recent),
         )
+
+
+    def _sweep(self, table: RowTable, step: int) -> float:
+        """Publishing no row at all the way in which some are published. [s]"""
+        publisher, nothing = self._engine.publisher, torch.zeros_like(table.arrays["mask"])
+        publish = publisher._step_parts if table.device.type == "cpu" else publisher._step_some
+        return _seconds(lambda: publish(table, step, [], nothing, 0), table.device)
+
+    def _defer(self, table: RowTable, step: int, ids: Tensor) -> float:
+        """Packing and encoding the gradients of some rows as two messages rather than one. [s]"""
+        layout = table.layout(step)
+        gradients = [torch.ones(ids.shape[0], width, device=table.device) for width in layout.widths]
+        half = (torch.arange(table.count, device=table.device) % 2).to(torch.uint8)
+
+        def pack(first: Tensor | None) -> None:
+            packed, front, values, _ = rows.pack_active(gradients, layout.widths, ids, first)
+            section = Section(packed, front, values[:front], values[front:], table.count)
+            message = Contribution(step, 0, [section], None)
+            messages.encode(message, first=True, rest=first is None)
+            if first is not None:
+                messages.encode(message, first=False, rest=True)
+
+        return max(0.0, _seconds(lambda: pack(half), table.device) - _seconds(lambda: pack(None), table.device))
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:

@@ -57,19 +57,25 @@ class Overheads:
 
     Attributes:
         mark: One candidate set.
+        bound: What the first candidate set of a step costs beyond that: how far primitives can have moved.
         acquire: The rest of `acquire`: ids and shadow.
         contribute: `contribute` without candidate sets of other tasks.
         publish: Publication of all rows of a step.
         scan: One pass over all rows that looks for what may be published.
+        sweep: What publishing some rows costs beside their share of `publish`.
+        defer: What splitting a contribution into two messages adds to `contribute`.
         structural: The surgery of a structural step.
         between: Everything outside the runtime's hooks and rendering, per task: images, schedulers, logs.
     """
 
     mark: float = 0.0
+    bound: float = 0.0
     acquire: float = 0.0
     contribute: float = 0.0
     publish: float = 0.0
     scan: float = 0.0
+    sweep: float = 0.0
+    defer: float = 0.0
     structural: float = 0.0
     between: float = 0.0
 
@@ -283,15 +289,21 @@ def merge(parts: Sequence[Recording]) -> Recording:
 
 
 def seconds_between(tasks: np.ndarray, steps: np.ndarray) -> float:
-    """Median time per task outside the runtime's hooks and rendering, from the records of one rank with one task per
-    step; 0 where these do not tell. tasks [T, 11], steps [S, 8] as in `Recording`. [s]"""
+    """Mean time per task outside the runtime's hooks and rendering, from the records of one rank with one task per
+    step, without pauses; 0 where these do not tell. tasks [T, 11], steps [S, 8] as in `Recording`. [s]"""
     known = {int(s[0]): float(s[3:7].sum()) for s in steps if s[2] == 1}
     rest = [
         now[10] - before[10] - now[9] - known[int(now[0])]
         for before, now in pairwise(tasks)
         if now[0] == before[0] + 1 and int(now[0]) in known
     ]
-    return max(0.0, float(np.median(rest))) if rest else 0.0
+    return max(0.0, mean_without_pauses(rest)) if rest else 0.0
+
+
+def mean_without_pauses(seconds: Sequence[float] | np.ndarray) -> float:
+    """Mean of times that are at most ten times the median: others are evaluations, checkpoints, pauses. [s]"""
+    values = np.asarray(seconds, np.float64)
+    return float(values[values <= 10 * np.median(values)].mean())
 
 
 def _starts(parts: Sequence[np.ndarray]) -> np.ndarray:

@@ -26,11 +26,14 @@ class Link:
         name: As given on the command line.
         bandwidth: Of a rank's card, in each direction. [bytes/s]
         latency: [s]
+        burst: Bytes that an idle sender may send at once, which it saves up at the rate of the bandwidth: the bucket of
+            a shaped link.
     """
 
     name: str
     bandwidth: float
     latency: float
+    burst: float = 0.0
 
     def describe(self) -> str:
         """Name and figures."""
@@ -98,6 +101,8 @@ class Network:
         """By source: flows by destination."""
         self._reaching: list[dict[int, _Flow]] = [{} for _ in range(ranks)]
         """By destination: flows by source."""
+        self._saved = [(link.burst, 0.0)] * ranks
+        """By source: bytes that may leave at once, as of a time."""
 
     def send(self, source: int, destination: int, size: float, message: Any) -> None:
         """Queue a message of `size` bytes."""
@@ -108,7 +113,14 @@ class Network:
         self._share(source, destination)
 
     def _begin(self, source: int, destination: int, size: float, message: Any) -> None:
-        flow = _Flow(message, float(size), since=self._clock.now)
+        now = self._clock.now
+        if self._link.burst > 0:
+            saved, since = self._saved[source]
+            if not self._leaving[source]:
+                saved = min(self._link.burst, saved + self._link.bandwidth * (now - since))
+            at_once = min(saved, size)
+            size, self._saved[source] = size - at_once, (saved - at_once, now)
+        flow = _Flow(message, float(size), since=now)
         self._leaving[source][destination] = self._reaching[destination][source] = flow
 
     def _share(self, source: int, destination: int) -> None:
@@ -138,6 +150,7 @@ class Network:
         self._clock.at(
             self._clock.now + self._link.latency, lambda: self._deliver(source, destination, flow.message)
         )
+        self._saved[source] = (self._saved[source][0], self._clock.now)
         queue = self._queues.get((source, destination))
         if queue:
             self._begin(source, destination, *queue.popleft())

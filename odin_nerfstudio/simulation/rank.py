@@ -47,7 +47,7 @@ class VersionPublisher(Publisher):
         self._meter.spend(self._costs.scan)
         if count:
             rows.set_versions(table.versions, mask, staged.step + 1)
-            self._meter.spend(self._costs.publish * count / table.count)
+            self._meter.spend(self._costs.sweep + self._costs.publish * count / table.count)
         staged.started = staged.started or count > 0
         self.partial_passes += 1
         return count
@@ -135,6 +135,8 @@ class SimulatedRank:
                 yield seconds
                 first = self._read_next(step)
                 self._meter.spend(job.scene.overheads.contribute)
+                if first is not None:
+                    self._meter.spend(job.scene.overheads.defer)
                 yield self._meter.take()
                 self.exchange.contribute(task, first)
             frontier.current = step + 1

@@ -52,11 +52,12 @@ def table_rows(name: str, scene: Scene, setup: Setup, outcomes: Sequence[Outcome
 
 def print_table(title: str, rows: Sequence[dict[str, Any]], assumptions: Sequence[str]) -> None:
     """Print rows and what they rest on."""
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
-    for column in ("link", "order", "mode", "views/s", "ratio", "ceiling", "waits", "hidden", "delayed reads"):
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for column in ("link", "order", "mode", "views/s", "ratio", "ceiling", "waits", "hidden", "late"):
         table.add_column(column, justify="left" if column in ("link", "order", "mode") else "right")
     for row in rows:
         barrier = row["mode"] == "barrier"

@@ -142,13 +142,15 @@ class RecordedReads:
     """Read rule that answers with the recorded candidate sets, and spends the time of computing one."""
 
     def __init__(self, scene: Scene, meter: Meter) -> None:
-        self._sets, self._meter, self._seconds = scene.sets, meter, scene.overheads.mark
+        self._sets, self._meter, self._costs = scene.sets, meter, scene.overheads
+        self._step = -1
 
     def mark(self, step: int, view: int, versions: Tensor, least_lag: int, out: Tensor) -> int:
         candidates = self._sets[view].candidates
         out.zero_()
         out.numpy()[candidates] = 1
-        self._meter.spend(self._seconds)
+        self._meter.spend(self._costs.mark + (self._costs.bound if step != self._step else 0.0))
+        self._step = step
         return len(candidates)
 
 

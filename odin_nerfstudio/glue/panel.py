@@ -21,6 +21,7 @@ from odin_nerfstudio.glue.panel_outputs import RowColors
 from odin_nerfstudio.glue.panel_text import Position, Rates
 from odin_nerfstudio.glue.splats import OdinSplats
 from odin_nerfstudio.runtime.barrier_estimate import BarrierEstimate
+from odin_nerfstudio.runtime.row_watch import RowWatch
 from odin_nerfstudio.runtime.status import RankStatus
 
 if TYPE_CHECKING:
@@ -51,11 +52,13 @@ class OdinPanel:
         with viewer_tab(viewer, "Odin", "AFFILIATE"):
             gui = self._server.gui
             self._parts = [gui.add_markdown(self._header()), *(gui.add_markdown("") for _ in range(2))]
-            gui.add_markdown(panel_text.legend(ranks))
+            legend = gui.add_markdown("")
         self._colors: RowColors | None = None
-        if isinstance(model := runner.model, OdinSplats):  # any method's, unless it brings a model of its own
-            self._colors = RowColors(model, runner.engine.row_watch, runner.engine.lookahead, viewer)
+        watch: RowWatch | None = getattr(runner.engine, "row_watch", None)  # where every rank has all primitives
+        if watch is not None and isinstance(model := runner.model, OdinSplats):
+            self._colors = RowColors(model, watch, runner.engine.lookahead, viewer)
             model.viewer_outputs = self._colors.add
+            legend.content = panel_text.legend(ranks)
         self._server.on_client_connect(lambda _: self._connected.set())
         if self._server.get_clients():
             self._connected.set()

@@ -73,5 +73,5 @@ def test_candidates_hold_what_is_visible_after_the_filter(seed: int, lag: int) -
     assert count == int(mask.sum()) and not bool((seen & (mask == 0)).any())
     in_torch = candidate_mask_torch(means, scales, test, bound, least_lag=lag, variance=variance[:, 0])
     assert not bool((seen & ~in_torch).any())
-    if lag == 0:
-        assert count < 1.3 * int(seen.sum()) + 50, "the set is not much larger than needed"
+    _, without = candidate_mask(means, wide, test, bound, least_lag=lag)
+    assert abs(count - without) <= 2 + 0.02 * without, "the set is that of primitives of the filtered size"

@@ -122,6 +122,7 @@ def check_shadow(table: RowTable, leaves: Mapping[str, Tensor]) -> None:
         HazardError: One does.
     """
     stored = {p.untyped_storage().data_ptr() for p in table.parameters.values()}
-    shared = [name for name, leaf in leaves.items() if leaf.untyped_storage().data_ptr() in stored]
+    filled = {name: leaf for name, leaf in leaves.items() if leaf.numel() > 0}  # those without columns have no memory
+    shared = [name for name, leaf in filled.items() if leaf.untyped_storage().data_ptr() in stored]
     if shared:
         raise HazardError(f"WAR: the shadow of table {table.name} shares memory with the published {', '.join(shared)}")

@@ -1,7 +1,7 @@
 """Checks the simulator against real runs of two ranks, and asks it about eight devices.
 
     python scripts/bench_simulate.py validate FOLDER [FOLDER ...] [--shares 0 0.3] [--json FILE]
-    python scripts/bench_simulate.py scenes RECORDING [RECORDING ...] [--speeds 20] [--json FILE] [--plot FILE]
+    python scripts/bench_simulate.py scenes RECORDING [RECORDING ...] [--speed 10] [--json FILE] [--plot FILE]
 
 ``validate`` trains a capture with one process, then goes on with two ranks in stretches that alternate between the
 modes, on loopback and on slower links, as bench_sync does, and records that run. The simulator then replays the views
@@ -229,8 +229,10 @@ class Scenes:
     """Devices."""
     links: list[str] = field(default_factory=lambda: ["pcie4", "100gbe"])
     """Links, see odin-simulate."""
-    speed: float = 20.0
-    """How many times as fast as recorded the devices compute."""
+    speed: float = 10.0
+    """How many times as fast as recorded the devices render."""
+    overhead_speed: float = 100.0
+    """How many times as fast they do everything else."""
     skew: float = 0.1
     """Spread of compute times beside that of the views."""
     epochs: float = 2.0
@@ -251,11 +253,11 @@ class Scenes:
         for path in self.recordings:
             name = path.name if path.is_dir() else path.parent.name
             recording = load_recording(path)
-            scene = scene_of(recording).faster(self.speed)
+            scene = scene_of(recording).faster(self.speed, self.overhead_speed)
             for text in self.links:
                 for reduce in self.reduce:
                     key = {"scene": name, "link": parse_link(text).name, "reduce": reduce, "ranks": self.ranks}
-                    key |= {"speed": self.speed, "skew": self.skew}
+                    key |= {"speed": self.speed, "overhead_speed": self.overhead_speed, "skew": self.skew}
                     if any(all(row[k] == v for k, v in key.items()) for row in rows):
                         continue
                     rows += self._simulate(scene, recording, text, reduce, key)
@@ -285,8 +287,8 @@ class Scenes:
     def table(self, rows: Sequence[dict[str, Any]]) -> str:
         """One line per scene and link, then means over scenes, as Markdown."""
         lines = [
-            f"`python scripts/bench_simulate.py scenes ... --ranks {self.ranks} --speed {self.speed:g} --skew "
-            f"{self.skew:g}`",
+            f"`python scripts/bench_simulate.py scenes ... --ranks {self.ranks} --speed {self.speed:g} "
+            f"--overhead-speed {self.overhead_speed:g} --skew {self.skew:g}`",
             "",
             "| scene | views | primitives | mean weight | link | barrier waits (rlg) | quality, random | quality, rlg "
             "| throughput, random | throughput, rlg | ceiling |",

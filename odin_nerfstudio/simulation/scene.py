@@ -57,18 +57,27 @@ class Scene:
         """Rows of the stand-in table."""
         return len(self.row_sizes)
 
-    def faster(self, speed: float) -> Scene:
-        """The same on devices that compute `speed` times as fast; bytes stay.
+    def faster(self, speed: float, overhead_speed: float | None = None) -> Scene:
+        """The same on devices that render `speed` times as fast; bytes stay.
+
+        Args:
+            speed: Of rendering and backward pass.
+            overhead_speed: Of everything beside them: publication, candidate sets, shadows. None: the same.
 
         Raises:
-            ValueError: The factor is not positive.
+            ValueError: A factor is not positive.
         """
-        if not speed > 0:
-            raise ValueError(f"speed must be positive, got {speed}")
-        if speed == 1:
+        others = speed if overhead_speed is None else overhead_speed
+        if not (speed > 0 and others > 0):
+            raise ValueError(f"speed and overhead-speed must be positive, got {speed} and {others}")
+        if speed == others == 1:
             return self
-        overheads = Overheads(**{name: value / speed for name, value in vars(self.overheads).items()})
-        said = (*self.assumptions, f"devices compute {speed:g} times as fast as recorded, and messages are as large")
+        overheads = Overheads(**{name: value / others for name, value in vars(self.overheads).items()})
+        said = (
+            *self.assumptions,
+            f"devices render {speed:g} times as fast as recorded, do everything else {others:g} times as fast, and "
+            "messages are as large",
+        )
         return replace(self, seconds=self.seconds / speed, overheads=overheads, assumptions=said)
 
 

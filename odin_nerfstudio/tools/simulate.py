@@ -36,6 +36,8 @@ class SimulateCommand:
     speed: float = 1.0
     """How many times as fast as recorded the devices compute; messages stay as large. Say 30 for a GPU after one CPU
     core."""
+    overhead_speed: float | None = None
+    """The same for publication, candidate sets and everything else beside rendering. Default: as --speed."""
     skew: float = 0.0
     """Spread of compute times beside that of the views: standard deviation of the logarithm of a factor per task."""
     epochs: float = 3.0
@@ -73,7 +75,7 @@ class SimulateCommand:
         from odin_nerfstudio.simulation.scene import scene_of
 
         recording = load_recording(self.trace)
-        scene = scene_of(recording).faster(self.speed)
+        scene = scene_of(recording).faster(self.speed, self.overhead_speed)
         name = recording.text.get("scene", "") or self.trace.resolve().stem
         rows, assumptions = [], list(scene.assumptions)
         for text in self.link:

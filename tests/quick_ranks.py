@@ -21,10 +21,10 @@ from odin_nerfstudio.runtime.warm_up import warm_up
 warm_up()
 
 
-def start_server() -> None:
-    """Starts the server; call it before the first rank."""
+def start_server(module: str = __name__) -> None:
+    """Starts the server, with a module imported; call it before the first rank."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload([module])
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([before] if before else [])])
     try:

@@ -454,10 +454,11 @@ def run_ranks(
     timeout: float = 120,
     during: Callable[[list[Any]], None] | None = None,
     main: Callable[..., None] = _rank_main,
+    start: Literal["spawn", "forkserver"] = "spawn",
 ) -> Outcome:
     """Run the same runs, one after the other, in `world_size` processes; every process is gone afterwards."""
     folder.mkdir(parents=True, exist_ok=True)
-    context = mp.get_context("spawn")
+    context = mp.get_context(start)
     begin = time.monotonic()
     processes = [
         context.Process(target=main, args=(r, world_size, str(folder), runs), daemon=True) for r in range(world_size)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import quick_ranks
 import torch
 import torch.distributed as dist
 from gsplat.strategy import DefaultStrategy
@@ -356,7 +357,8 @@ def _rank_main(rank: int, world_size: int, folder: str, runs: dict[str, Run]) ->
 
 def run_sharded(ranks: int, folder: Path, runs: dict[str, Run], timeout: float = 300) -> Outcome:
     """Run the same runs, one after the other, in `ranks` processes."""
-    return run_ranks(ranks, folder, {**runs}, timeout, main=_rank_main)
+    quick_ranks.start_server("sharded_toy")
+    return run_ranks(ranks, folder, {**runs}, timeout, main=_rank_main, start="forkserver")
 
 
 __all__ = ["Run", "collected", "dataclasses", "replicated", "run_sharded"]

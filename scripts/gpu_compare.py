@@ -82,7 +82,8 @@ def render_surfels(device: str) -> dict[str, torch.Tensor]:
     result = {"image": image, "alpha": alpha, "normals": normals, "distortion": distortion, "median": median}
     generator = torch.Generator().manual_seed(1)
     weights = {name: torch.rand(value.shape, generator=generator).to(device) for name, value in result.items()}
-    sum((value * weights[name]).mean() for name, value in result.items() if name != "median").backward()
+    losses = [(value * weights[name]).mean() for name, value in result.items() if name != "median"]
+    torch.stack(losses).sum().backward()
     if surface is not None:
         result["surface normals"] = surface
     result |= {f"grad {name}": leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}

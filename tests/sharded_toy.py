@@ -315,7 +315,8 @@ def gathered(engine: ShardedEngine, folder: Path) -> None:
             picture = requests.splats(view, step).rasterize(expected_depth=True)[0]
             rest = {k: v for k, v in state.items() if not v.dim()}
             expected = scene.render(step, view, whole)[0]
-        assert torch.equal(picture, expected)
+        # the whole model is not padded, and torch's sigmoid rounds the last rows of a tensor otherwise
+        assert torch.allclose(picture, expected, rtol=0, atol=1e-5)
         shards = torch.tensor([int(size) for size in sizes])
         torch.save({"state": {**whole, **rest}, "shards": shards}, folder / "end.pt")
     engine.exchange_of_shards.broadcast(b"")

@@ -235,8 +235,10 @@ class Scenes:
     """How many times as fast they do everything else."""
     skew: float = 0.1
     """Spread of compute times beside that of the views."""
-    epochs: float = 2.0
-    """Length of each simulation, in epochs."""
+    epochs: float = 1.0
+    """Length of each simulation, in epochs, """
+    least_steps: int = 16
+    """but at least so many steps."""
     reduce: list[str] = field(default_factory=lambda: ["never"])
     """Sums at row owners, see odin-simulate."""
     json: Path | None = None
@@ -273,7 +275,10 @@ class Scenes:
     def _simulate(
         self, scene: Scene, recording: Recording, link: str, reduce: Any, key: dict[str, Any]
     ) -> list[dict[str, Any]]:
-        setup = Setup(ranks=self.ranks, link=parse_link(link), skew=self.skew, epochs=self.epochs, reduce=reduce)
+        setup = Setup(
+            ranks=self.ranks, link=parse_link(link), skew=self.skew, epochs=self.epochs, least_steps=self.least_steps,
+            reduce=reduce,
+        )  # fmt: skip
         rows = table_rows(key["scene"], scene, setup, compare(scene, setup))
         sets = recording.sets.values()
         facts = {

@@ -202,6 +202,17 @@ def test_network_shares_cards_and_keeps_order() -> None:
     assert seen == [(0.7, 2, 1, "crowd"), (1.5, 0, 2, "other"), (2.0, 0, 1, "first"), (2.5, 0, 1, "second")]
 
 
+def test_a_shaped_link_lets_a_burst_through_when_it_was_idle() -> None:
+    """100 bytes/s and a bucket of 60: full at first, empty after a message, full again after 0.6 s of rest."""
+    clock = Clock()
+    seen: list[float] = []
+    network = Network(clock, 2, Link("shaped", 100.0, 0.0, 60.0), lambda a, b, m: seen.append(round(clock.now, 9)))
+    for time in (0.0, 0.1, 2.0):
+        clock.at(time, lambda: network.send(0, 1, 100, "message"))
+    clock.run()
+    assert seen == [0.4, 1.4, 2.4]
+
+
 def test_links_by_name_and_by_figures() -> None:
     assert parse_link("nvlink").bandwidth == 300e9
     assert parse_link("800Mbit/s") == Link("800Mbit/s", 1e8, 0.0)

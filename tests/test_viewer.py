@@ -264,4 +264,4 @@ def test_tab_odin_and_its_outputs_on_two_ranks(tmp_path: Path) -> None:
             blue = frame[..., 2] - frame[..., 0]
             assert blue.max() > 40 and blue.min() < -40  # primitives of rank 0 and of rank 1
             assert [line for line in browser.console if line.startswith("exception")] == []
-        assert training.interrupt() == 0
+        assert training.interrupt(120) == 0

@@ -1,4 +1,4 @@
-"""odin-splatfacto-aa: splatfacto antialiased and smoothed in 3D, trained by Odin."""
+"""odin-splatfacto-aa: splatfacto antialiased, trained by Odin."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from nerfstudio.cameras.cameras import Cameras
@@ -41,7 +41,8 @@ class GlowModel(SplatfactoModel):
         torch.nn.init.zeros_(self.tone.bias)
 
     def get_gaussian_param_groups(self) -> dict[str, list[torch.nn.Parameter]]:
-        return {**super().get_gaussian_param_groups(), "glow": [self.gauss_params["glow"]]}  # type: ignore[dict-item]
+        glow = cast(torch.nn.Parameter, self.gauss_params["glow"])
+        return {**super().get_gaussian_param_groups(), "glow": [glow]}
 
     def get_param_groups(self) -> dict[str, list[torch.nn.Parameter]]:
         return {**super().get_param_groups(), "tone_weight": [self.tone.weight], "tone_bias": [self.tone.bias]}

@@ -49,6 +49,7 @@ MCMC: dict[str, Any] = {
 AA: dict[str, Any] = {
     **RANKS,
     "method": "odin-splatfacto-aa",
+    "pipeline__model__smooth_3d": True,
     "pipeline__model__warmup_length": 5,
     "pipeline__model__refine_every": 10,
 }
@@ -106,7 +107,8 @@ SHORT: dict[str, Any] = {"warmup_length": 2, "refine_every": 4, "reset_alpha_eve
 def test_every_option_trains_with_every_method(scene: Path, masked: Path, tmp_path: Path, method: str) -> None:
     """Two short runs between them use all options; structural steps inside."""
     for name, data, options in (("everything", masked, EVERYTHING), ("other", scene, OTHER)):
-        given = {f"pipeline__model__{key}": value for key, value in (SHORT | options).items()}
+        more = {"smooth_3d": True} if method == "odin-splatfacto-aa" else {}
+        given = {f"pipeline__model__{key}": value for key, value in (SHORT | options | more).items()}
         trainer = train(small_config(data, tmp_path, 12, method=method, timestamp=name, **given))
         model = trainer.pipeline.splats
         for key, value in model.state_dict().items():

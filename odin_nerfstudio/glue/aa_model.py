@@ -1,4 +1,4 @@
-"""splatfacto for other resolutions than the captured ones: antialiased, and smoothed in 3D as in Mip-Splatting."""
+"""splatfacto for other resolutions than the captured ones: antialiased, and if wanted smoothed in 3D."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ class OdinAaModelConfig(OdinSplatfactoModelConfig):
 
     _target: type = field(default_factory=lambda: OdinAaModel)
     rasterize_mode: Literal["classic", "antialiased"] = "antialiased"
-    smooth_3d: bool = True
-    """Widen each primitive by what its finest training view could resolve (3D smoothing filter of Mip-Splatting)."""
+    smooth_3d: bool = False
+    """Widen each primitive by what its finest training view could resolve (3D smoothing filter of Mip-Splatting). Off:
+    it cost quality at every resolution that was measured, see docs/methods.md."""
 
 
 class OdinAaModel(OdinSplatfactoModel):
-    """splatfacto whose primitives cannot be finer than what the training cameras sampled.
+    """splatfacto, antialiased, whose primitives may be kept from being finer than what the training cameras sampled.
 
-    Intervals are found anew at every structural step and rest in between, as in Mip-Splatting, which does so every 100
+    Sampling intervals are found anew at every structural step and rest in between, as in Mip-Splatting, which does so every 100
     steps. ``scales`` and ``opacities`` are the trained ones in training and the smoothed ones in evaluation and export.
     """
 
@@ -85,8 +86,11 @@ class OdinAaModel(OdinSplatfactoModel):
         if self.config.smooth_3d:
             cameras = context.cameras
             sizes = torch.cat((cameras.width, cameras.height), dim=-1)
-            matrices = world_to_camera(cameras.camera_to_worlds), cameras.get_intrinsics_matrices()
-            self._cameras = (*(m.to(self.device) for m in matrices), sizes.to(self.device))
+            self._cameras = (
+                world_to_camera(cameras.camera_to_worlds).to(self.device),
+                cameras.get_intrinsics_matrices().to(self.device),
+                sizes.to(self.device),
+            )
             if not bool(self.gauss_params[INTERVALS].any()):  # a resumed run has them
                 self._find_intervals()
             rule.variance = lambda: FILTER_VARIANCE * self.gauss_params[INTERVALS].detach()[:, 0] ** 2

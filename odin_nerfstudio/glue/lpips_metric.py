@@ -43,8 +43,8 @@ class OptionalLpips:
         if self._substitute is None:
             from stlpips_pytorch import stlpips  # pyright: ignore[reportMissingImports]
 
-            metric = stlpips.LPIPS(net="alex", variant="shift_tolerant", verbose=False)
-            self._substitute = metric.to(truth.device)
+            self._substitute = stlpips.LPIPS(net="alex", variant="shift_tolerant", verbose=False).to(truth.device)
+        assert self._substitute is not None
         one, other = (image.permute(2, 0, 1)[None] for image in (truth, rendered))
         with torch.no_grad():
             return float(self._substitute(one, other, normalize=True))

@@ -34,7 +34,7 @@ class OdinAaModelConfig(OdinSplatfactoModelConfig):
 class OdinAaModel(OdinSplatfactoModel):
     """splatfacto, antialiased, whose primitives may be kept from being finer than what the training cameras sampled.
 
-    Sampling intervals are found anew at every structural step and rest in between, as in Mip-Splatting, which does so every 100
+    Sampling intervals are found anew at every structural step and rest in between; Mip-Splatting does so every 100
     steps. ``scales`` and ``opacities`` are the trained ones in training and the smoothed ones in evaluation and export.
     """
 

@@ -29,6 +29,8 @@ from odin_nerfstudio.glue.odin_trainer import OdinTrainer
 from odin_nerfstudio.glue.splats import ROW_FIELDS, OdinSplats
 from odin_nerfstudio.runtime.keyed import keyed_randomness
 
+pytestmark = pytest.mark.timeout(900)  # the fixture runs ten trainings
+
 STEPS = 40
 LANES = 4
 METHODS = ("odin-splatfacto", "odin-splatfacto-big", "odin-splatfacto-mcmc", "odin-splatfacto-aa")

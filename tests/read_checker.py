@@ -165,7 +165,8 @@ class ReadChecker:
 
     def _keep_bits(self, rows: np.ndarray, lag: np.ndarray, step: int) -> None:
         parameters = self.engine.tables[0].parameters
-        for i, late in zip(rows[:: SAMPLE], lag[:: SAMPLE]):
+        chosen = rows % SAMPLE == 0
+        for i, late in zip(rows[chosen], lag[chosen]):
             content = b"".join(p.detach()[int(i)].numpy().tobytes() for p in parameters.values())
             key = f"{self.surgeries}:{i}:{step - late}"
             value = hash_of(content)

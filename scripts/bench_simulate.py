@@ -316,8 +316,8 @@ class Scenes:
             base = means[1]
             cells = [_cell(row) for row in means[2:]]
             lines.append(
-                f"| **mean** | | | {base['mean_weight']:.3f} | {link} | {base['wait_share']:.0%} "
-                f"| {' | '.join(cells)} | {base['ceiling']:.2f} |"
+                f"| **mean of {len(at) // len(kinds)}** | | | {base['mean_weight']:.3f} | {link} "
+                f"| {base['wait_share']:.0%} | {' | '.join(cells)} | {base['ceiling']:.2f} |"
             )
         return "\n".join(lines)
 
@@ -357,7 +357,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
         one.grid(alpha=0.3)
     axes[0].legend(fontsize=7)
     ranks = rows[0]["ranks"]
-    figure.suptitle(f"Simulated, {ranks} devices, RLG order: what two views share decides the gain")
+    figure.suptitle(f"Simulated, {ranks} devices, RLG order")
     figure.savefig(path, dpi=130)
 
 

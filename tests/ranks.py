@@ -26,6 +26,7 @@ def _rank(rank: int, ranks: int, port: int, jobs: list[tuple[Path, Path, int, di
     if ranks > 1:
         join_group(Place(rank, rank, ranks, ranks), "cpu", f"tcp://127.0.0.1:{port}")
     for scene, outputs, steps, options in jobs:
+        watch = options.pop("watch", None)
         config = small_config(scene, outputs, steps, **options)
         config.machine.num_devices = ranks
         config.set_timestamp()
@@ -34,6 +35,8 @@ def _rank(rank: int, ranks: int, port: int, jobs: list[tuple[Path, Path, int, di
             config.save_config()
         trainer = config.setup(local_rank=rank, world_size=ranks)
         trainer.setup()
+        if watch is not None and rank == 0:
+            watch(trainer)
         trainer.train()
     if ranks > 1:
         torch.distributed.destroy_process_group()
@@ -41,6 +44,8 @@ def _rank(rank: int, ranks: int, port: int, jobs: list[tuple[Path, Path, int, di
 
 def run_on_ranks(ranks: int, jobs: list[tuple[Path, Path, int, dict[str, Any]]]) -> None:
     """Trains each job (scene, outputs, steps, options of ``small_config``) on that many ranks.
+
+    An option ``watch`` is a function of a module that rank 0 calls with the trainer before it trains.
 
     Steps and intervals are those of the options; they are not scaled by the number of views.
     """

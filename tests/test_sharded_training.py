@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,25 @@ OPTIONS: dict[str, Any] = {
 SHARDED = {**OPTIONS, "pipeline__odin__placement": "sharded", "steps_per_eval_image": 15}
 
 
+def look(trainer: Any) -> None:
+    """Renders a view again and again in a thread, as nerfstudio's viewer does."""
+    model, camera = trainer.pipeline.model, trainer.pipeline.datamanager.train_dataset.cameras[0:1]
+    seen = trainer.base_dir / "pictures"
+
+    def render() -> None:
+        while True:
+            with trainer.train_lock, torch.no_grad():
+                model.eval()
+                rgb = model.get_outputs_for_camera(camera)["rgb"]
+                model.train()
+            assert rgb.shape == (72, 96, 3) and bool(torch.isfinite(rgb).all())
+            with seen.open("a") as file:
+                file.write(".")
+            time.sleep(0.02)
+
+    threading.Thread(target=render, daemon=True).start()
+
+
 def load(folder: Path, step: int) -> dict[str, Any]:
     state = torch.load(next(folder.rglob(f"step-{step:09d}.ckpt")), map_location="cpu")
     state["odin"].pop("generators")  # global ones, which nothing of a run depends on; evaluation draws from them
@@ -40,8 +61,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_on_ranks(1, [(scene, base / "whole", STEPS, OPTIONS)])
     middle = next((base / "whole").rglob(f"step-{MIDDLE:09d}.ckpt"))
     resumed = {**SHARDED, "load_checkpoint": middle, "pipeline__odin__mode": "barrier"}
+    watched = {**SHARDED, "watch": look}
     run_on_ranks(
-        2, [(scene, base / "sharded", STEPS, SHARDED), (scene, base / "resumed", STEPS - MIDDLE - 1, resumed)]
+        2, [(scene, base / "sharded", STEPS, watched), (scene, base / "resumed", STEPS - MIDDLE - 1, resumed)]
     )
     return base
 
@@ -50,6 +72,10 @@ def test_checkpoints_are_those_of_replicated_training(runs: Path) -> None:
     for step in (MIDDLE, STEPS - 1):
         assert differences(load(runs / "sharded", step), load(runs / "whole", step)) == []
     assert not list(runs.rglob("gathered.*"))
+
+
+def test_a_viewer_gets_its_pictures_meanwhile(runs: Path) -> None:
+    assert len(next(runs.rglob("pictures")).read_text()) >= 2
 
 
 def test_goes_on_from_a_checkpoint_of_the_other_placement(runs: Path) -> None:

@@ -40,11 +40,10 @@ class Options:
     """Put the table between the marks of this file."""
 
 
-def train(folder: Path, steps: list[int], seed: int) -> list[dict[str, Any]]:
-    """One run in this process: a row of figures at each of ``steps``."""
+def make_trainer(folder: Path, steps: int, seed: int, outputs: Path, views_per_step: int = 1) -> Any:
+    """A trainer on a capture, set up: full resolution, every eighth image held out, no output beside its own."""
     from nerfstudio.configs.method_configs import all_methods
     from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParserConfig
-    from nerfstudio.engine.callbacks import TrainingCallback, TrainingCallbackLocation
 
     from odin_nerfstudio.glue.odin_trainer import OdinTrainer
 
@@ -54,10 +53,10 @@ def train(folder: Path, steps: list[int], seed: int) -> list[dict[str, Any]]:
         data=folder.resolve(), colmap_path=Path(model_folder), downscale_factor=1, load_3D_points=True
     )
     config.pipeline.model.num_downscales = 0
-    config.max_num_iterations = max(steps)
+    config.pipeline.odin.views_per_step = views_per_step
+    config.max_num_iterations = steps
     config.machine.seed = seed
-    outputs = tempfile.TemporaryDirectory()
-    config.output_dir = Path(outputs.name)
+    config.output_dir = outputs
     config.vis = "tensorboard"
     config.viewer.quit_on_train_completion = True
     config.steps_per_eval_image = config.steps_per_eval_all_images = config.steps_per_eval_batch = 10**9
@@ -66,6 +65,15 @@ def train(folder: Path, steps: list[int], seed: int) -> list[dict[str, Any]]:
     config.set_timestamp()
     trainer = OdinTrainer(config)
     trainer.setup()
+    return trainer
+
+
+def train(folder: Path, steps: list[int], seed: int) -> list[dict[str, Any]]:
+    """One run in this process: a row of figures at each of ``steps``."""
+    from nerfstudio.engine.callbacks import TrainingCallback, TrainingCallbackLocation
+
+    outputs = tempfile.TemporaryDirectory()
+    trainer = make_trainer(folder, max(steps), seed, Path(outputs.name))
     rows: list[dict[str, Any]] = []
 
     def measure(step: int) -> None:

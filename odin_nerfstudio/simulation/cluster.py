@@ -43,7 +43,8 @@ class Setup:
         lookahead: See `runtime.engine.EngineOptions`.
         limits: Of throughput mode.
         structural_every: Steps between structural steps; None: as recorded.
-        reduce: Rows are summed by their owners; "auto" decides as the runtime does, by bytes, from 3 ranks on.
+        reduce: Rows are summed by their owners; "auto" decides as the runtime does: by bytes, from 3 ranks on, not in
+            throughput mode.
     """
 
     ranks: int = 8
@@ -183,9 +184,12 @@ def simulate(
         raise ValueError(f"the plan has {plan.views_per_step} views per step, the job {setup.lanes}")
     steps = setup.steps(scene.views) if plan.steps is None else plan.steps
     every = scene.structural_every if setup.structural_every is None else setup.structural_every
+    policies = [_policy(scene, setup, mode) for _ in range(setup.ranks)]
+    # Sums of owners carry no evidence, so that the runtime leaves them off where reads may be late, unless told to.
+    reduced = (setup.reduce == "always" or not policies[0].max_delay) and _reduces(scene, plan, setup, steps)
     job = Job(
         setup.ranks, scene, plan, steps, seconds or _seconds(scene, setup), setup.lookahead,
-        lambda step: every > 0 and (step + 1) % every == 0, _reduces(scene, plan, setup, steps),
+        lambda step: every > 0 and (step + 1) % every == 0, reduced,
     )  # fmt: skip
     clock = Clock()
     ranks: list[SimulatedRank] = []
@@ -193,7 +197,7 @@ def simulate(
         clock, setup.ranks, setup.link, lambda source, to, message: ranks[to].exchange.deliver(source, message)
     )
     for number in range(setup.ranks):
-        ranks.append(SimulatedRank(number, job, _policy(scene, setup, mode), clock, network))
+        ranks.append(SimulatedRank(number, job, policies[number], clock, network))
         clock.start(number, ranks[number].process())
     clock.run()
     waits: dict[str, float] = defaultdict(float)

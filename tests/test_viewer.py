@@ -207,7 +207,8 @@ def test_viewer_of_a_training_and_of_its_result(tmp_path: Path) -> None:
             loaded = final_frame(browser, tmp_path / "loaded.png")
         viewer.interrupt()
     assert loaded.shape == trained.shape
-    assert np.abs(loaded.astype(int) - trained).mean() < 3  # the checkpoint looks as the model did
+    # the checkpoint looks as the model did; beside the scene is the panel, whose tab "Odin" a training has only
+    assert np.abs(loaded.astype(int) - trained)[60:, :470].mean() < 1
 
 
 def test_tab_odin_and_its_outputs_on_two_ranks(tmp_path: Path) -> None:

@@ -218,8 +218,9 @@ def measure(scene: Path, options: Options) -> list[dict[str, Any]]:
         def add(link: str, share: float, prefixes: list[list[str]], address: str = "127.0.0.1") -> list[Any]:
             name = f"{scene.name}-{link}-{job['order']}".replace("/", "").replace(" ", "-").replace(",", "")
             traces = str(options.traces.resolve() / name) if options.traces else ""
-            ranks = run_ranks({**job, "modes": options.modes, "traces": traces}, folder, prefixes, address)
-            new = rows_of(ranks, job, link, share, alone)
+            both = {**job, "modes": options.modes, "traces": traces}
+            ranks = run_ranks(both, folder, prefixes, address)
+            new = rows_of(ranks, both, link, share, alone)
             rows.extend(new)
             for row in new:
                 print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}), flush=True)

@@ -16,6 +16,7 @@ from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParserConfig
 from odin_nerfstudio.glue.launch import Place, divide_threads, join_group
 from odin_nerfstudio.glue.odin_trainer import OdinTrainer
 from odin_nerfstudio.runtime.barrier_estimate import estimate, pack_timeline
+from odin_nerfstudio.runtime.gate import GatePolicy
 from odin_nerfstudio.runtime.keyed import keyed_generator
 from odin_nerfstudio.runtime.policies import make_policy
 from odin_nerfstudio.runtime.trace import pack_spans, write_chrome_trace
@@ -53,11 +54,14 @@ def config_for(job: dict[str, Any]) -> Any:
     return config
 
 
-def stretch(trainer: OdinTrainer, mode: str, first: int, steps: int, trace: Path | None) -> dict[str, Any]:
+def stretch(
+    trainer: OdinTrainer, policy: GatePolicy, first: int, steps: int, trace: Path | None = None
+) -> dict[str, Any]:
     """Trains some steps in a mode; wall time and this rank's telemetry. trace: file to write a trace to."""
     engine = trainer.runner.engine
     engine.drain()
-    engine.use_policy(make_policy(mode))
+    engine.frontier.evidence = None  # modes that need none do not pay for learning it
+    engine.use_policy(policy)
     engine.telemetry.reset()
     engine.telemetry.spans.clear()
     if dist.is_initialized():
@@ -69,7 +73,7 @@ def stretch(trainer: OdinTrainer, mode: str, first: int, steps: int, trace: Path
     if dist.is_initialized():
         dist.barrier()
     seconds = time.monotonic() - start
-    summary = {"mode": mode, "seconds": seconds, "steps": steps, **engine.telemetry.summary()}
+    summary = {"mode": policy.name, "seconds": seconds, "steps": steps, **engine.telemetry.summary()}
     parts = engine.gather(pack_timeline(engine.telemetry))
     if parts is not None and (found := estimate(parts)) is not None:
         summary["estimated_gain"] = found.gain
@@ -110,12 +114,18 @@ def main() -> None:
     trainer.runner.model.strategy.acts_at = lambda step: False  # type: ignore[method-assign]
     if job["skew_ms"]:
         add_skew(trainer, job["skew_ms"])
+    policies = {mode: make_policy(mode) for mode in job["modes"]}
     step, results = trainer._start_step, []
-    for mode in [job["modes"][-1], *job["modes"] * job["repeats"]]:  # the first stretch warms up and is dropped
+    # Before anything is measured, every mode warms up for an epoch: after it the evidence of all views is known.
+    epoch = -(-len(trainer.pipeline.datamanager.train_dataset) // job["lanes"])
+    for policy in policies.values():
+        stretch(trainer, policy, step, epoch)
+        step += epoch
+    for mode in job["modes"] * job["repeats"]:
         trace = Path(f"{job['traces']}-{mode}.json") if job.get("traces") else None
-        results.append(stretch(trainer, mode, step, job["steps"], trace))
+        results.append(stretch(trainer, policies[mode], step, job["steps"], trace))
         step += job["steps"]
-    Path(f"{job['result']}.{place.rank}").write_text(json.dumps(results[1:]))
+    Path(f"{job['result']}.{place.rank}").write_text(json.dumps(results))
     trainer.runner.engine.close()
 
 

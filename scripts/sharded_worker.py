@@ -13,6 +13,7 @@ from sync_worker import config_for, stretch
 
 from odin_nerfstudio.glue.launch import Place, divide_threads, join_group
 from odin_nerfstudio.glue.shard_rows import shard_tree
+from odin_nerfstudio.runtime.policies import make_policy
 from odin_nerfstudio.runtime.sharded.balance import row_tensors
 
 
@@ -81,8 +82,9 @@ def main() -> None:
     else:
         step = trainer._start_step
         result["stretches"] = []
+        policies = {mode: make_policy(mode) for mode in job["modes"]}
         for mode in [job["modes"][-1], *job["modes"] * job["repeats"]]:  # the first stretch warms up and is dropped
-            result["stretches"].append(stretch(trainer, mode, step, steps, None))
+            result["stretches"].append(stretch(trainer, policies[mode], step, steps))
             step += steps
         del result["stretches"][0]
     result |= memory()

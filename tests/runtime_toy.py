@@ -76,6 +76,8 @@ class Toy:
     save_at: tuple[int, ...] = ()
     start_from: str = ""
     reduce: Literal["auto", "always", "never"] = "never"
+    linger: bool = False
+    """Off by default: steps of a toy are so cheap that waiting for them would leave nothing to publish in parts."""
     announce: bool = False
     """Every rank announces a word, each at another step."""
     fault: str = ""
@@ -257,8 +259,9 @@ def make_engine(toy: Toy, scene: Scene, transport: Any) -> Engine:
         scene.columns, [DenseTerm("flatness", term_due, flatness)], DensificationStatistics(scene.state),
     )  # fmt: skip
     options = EngineOptions(
-        toy.lookahead, toy.seed, stall=toy.stall, debug=toy.debug, trace=toy.trace, reduce=toy.reduce
-    )
+        toy.lookahead, toy.seed, stall=toy.stall, debug=toy.debug, trace=toy.trace, reduce=toy.reduce,
+        linger=toy.linger,
+    )  # fmt: skip
     plan = ToyPlan(toy, transport.world_size)
     policy = make_policy(toy.mode, DelayLimits(toy.max_delay, toy.max_overlap, toy.max_impact))
     return Engine(plan, [table, cameras], transport, policy, options, scene.structural, start)

@@ -40,6 +40,7 @@ RUNS = {
     | both_modes("large", LARGE)
     | reduced("few", FEW_VIEWS),
     3: both_modes("usual", USUAL)
+    | {"usual-linger": replace(USUAL, jitter=0.003, linger=True)}
     | both_modes("two", TWO_LANES, 0.006)
     | reduced("usual", USUAL)
     | reduced("two", TWO_LANES),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from odin_nerfstudio.runtime.engine_options import EngineOptions
-from odin_nerfstudio.runtime.gate import BARRIER, DRAIN, STRUCTURAL, Decision, GatePolicy
+from odin_nerfstudio.runtime.gate import BARRIER, DRAIN, LINGER, STRUCTURAL, Decision, GatePolicy
 from odin_nerfstudio.runtime.keyed import keyed_randomness
 from odin_nerfstudio.runtime.publication import Publisher
 from odin_nerfstudio.runtime.ranks import Rank
@@ -117,3 +117,17 @@ class Drains(Rank):
         peer = self._exchange.wait(step, decision)
         self.telemetry.waited(step, decision.hazard or BARRIER, peer, begin, now())
         self.telemetry.doing = doing
+
+    def _linger(self, step: int) -> None:
+        """Wait a little for the rest of the steps before, where that takes less than publishing them in parts."""
+        end = now() + self.frontier.patience.budget
+        while self.frontier.low < step and (left := end - now()) > 0:
+            begin, decision = now(), Decision(LINGER, self.frontier.missing())
+            doing = self.telemetry.doing
+            self.telemetry.enter("waiting", step, LINGER, tuple((a.step, a.lane) for a in decision.awaited))
+            peer = self._exchange.glance(step, decision, left)
+            if peer is None:
+                peer = decision.awaited[0].rank(self.frontier.plan.rank) if decision.awaited else self.frontier.rank
+            self.telemetry.waited(step, LINGER, peer, begin, now())
+            self.telemetry.doing = doing
+            self.frontier.publish_ready(step)

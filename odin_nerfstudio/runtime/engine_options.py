@@ -23,6 +23,9 @@ class EngineOptions:
     """Sum rows at their owners instead of sending all to all: where it saves bytes (from 3 ranks on), always or
     never."""
 
+    linger: bool = True
+    """Wait for the whole of a step where its rest usually arrives sooner than publishing in parts takes."""
+
     def __post_init__(self) -> None:
         if self.lookahead < 0 or self.stall <= 0 or self.reduce not in ("auto", "always", "never"):
             raise ValueError(f"lookahead, stall, reduce: {self.lookahead}, {self.stall}, {self.reduce} make no sense")

@@ -116,6 +116,22 @@ class Exchange:
         while (received := self._transport.receive(0)) is not None:
             self._take(received)
 
+    def glance(self, step: int, decision: Decision, seconds: float) -> int | None:
+        """Wait for a short time, and take in what arrives; returns the rank that it came from, None without any.
+
+        Raises:
+            RankFailure: A rank failed.
+        """
+        try:
+            received = self._transport.receive(seconds)
+        except RankFailure as failure:
+            raise failure.at(step, self._words(decision)) from None
+        if received is None or received.kind == Kind.STATUS:
+            return None
+        self._take(received)
+        self.poll()
+        return received.peer
+
     def wait(self, step: int, decision: Decision) -> int:
         """Block until something arrives, and take in all of it; returns the rank that it came from.
 

@@ -12,6 +12,7 @@ from odin_nerfstudio.runtime import hazards
 from odin_nerfstudio.runtime.evidence import EvidenceStore
 from odin_nerfstudio.runtime.gate import Awaited, GatePolicy
 from odin_nerfstudio.runtime.messages import Contribution
+from odin_nerfstudio.runtime.patience import Patience
 from odin_nerfstudio.runtime.publication import Publisher
 from odin_nerfstudio.runtime.reduction import ReducedStaging, Traffic
 from odin_nerfstudio.runtime.row_watch import RowWatch
@@ -72,6 +73,9 @@ class Frontier:
         """Counts what reducing would save; None: not of interest."""
         self.on_retire: Callable[[int], None] | None = None
         self.row_watch: RowWatch | None = None
+        self.patience = Patience()
+        self.gates: dict[int, float] = {}
+        """When this rank first wanted to start a task of a step (monotonic clock, seconds)."""
         self._steps: dict[int, StepStaging] = {}
 
     def use_policy(self, policy: GatePolicy) -> None:
@@ -159,14 +163,15 @@ class Frontier:
         while self.low < self.current and self.staging(self.low).complete:
             staged = self.staging(self.low)
             with self.telemetry.timed(step, "publish"):
-                if not staged.started:
-                    begin = now()
+                begin, in_parts = now(), staged.started
+                if not in_parts:
                     self.publisher.whole(staged)
                     self.telemetry.timeline.whole(now() - begin)
                 else:
                     self.track(staged)
                     self.publisher.some(staged, 0)
                     self.publisher.finish(staged)
+                self.patience.published(now() - begin + (staged.spent if in_parts else 0.0), in_parts)
                 self.publisher.statistics(staged)
             self._retire(staged)
 
@@ -177,10 +182,12 @@ class Frontier:
             staged = self.staging(number)
             changed = changed or staged.changed  # a row of a step can go where it has gone in the step before
             if changed:
+                begin = now()
                 with self.telemetry.timed(step, "publish"):
                     self.track(staged)
                     self.publisher.some(staged, number - self.low)
                 staged.changed = False
+                staged.spent += now() - begin
 
     def _retire(self, staged: StepStaging) -> None:
         step = staged.step
@@ -192,6 +199,8 @@ class Frontier:
         self.low = step + 1
         if self.low in self._steps:
             self._steps[self.low].changed = True  # its rows could not go further than the retired step so far
+        gate = self.gates.pop(step + 1, None)  # none: it was not awaited
+        self.patience.arrived(0.0 if gate is None else max(0.0, staged.completed_at - gate))
         record = self.telemetry.finish(step)
         if record is not None and self.on_step is not None:
             self.on_step(record)

@@ -16,8 +16,9 @@ from odin_nerfstudio.runtime import hazards
 from odin_nerfstudio.runtime.staging import Phase, StepStaging
 from odin_nerfstudio.runtime.store import RowTable
 
-RAW, BARRIER, LOOKAHEAD, STRUCTURAL, DRAIN = "raw", "barrier", "lookahead", "structural", "drain"
-"""What a wait is for: a hazard, the barrier mode, the bound on look-ahead, a structural step, any other drain."""
+RAW, BARRIER, LOOKAHEAD, STRUCTURAL, DRAIN, LINGER = "raw", "barrier", "lookahead", "structural", "drain", "linger"
+"""What a wait is for: a hazard, the barrier mode, the bound on look-ahead, a structural step, any other drain, or the
+rest of a step that is about to arrive (`patience`)."""
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,8 @@ class StepStaging:
         """Some rows of the step have been published already."""
         self.changed = True
         """Something arrived since rows were last looked through."""
+        self.spent = 0.0
+        """Time that publishing the step in parts has taken so far, with its part of gates and messages. [s]"""
         self.completed_at = 0.0
         """Time of the last arrival (monotonic clock, seconds)."""
         self._tables = tables

@@ -45,7 +45,8 @@ class GlowModel(SplatfactoModel):
         return {**super().get_gaussian_param_groups(), "glow": [glow]}
 
     def get_param_groups(self) -> dict[str, list[torch.nn.Parameter]]:
-        return {**super().get_param_groups(), "tone_weight": [self.tone.weight], "tone_bias": [self.tone.bias]}
+        tone = {"tone_weight": [self.tone.weight], "tone_bias": [cast(torch.nn.Parameter, self.tone.bias)]}
+        return {**super().get_param_groups(), **tone}
 
     def get_outputs(self, camera: Cameras) -> dict[str, Tensor | list]:
         """Renders one camera: ``rgb``, ``accumulation`` and ``background``."""

@@ -13,8 +13,9 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from multiprocessing.context import SpawnContext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -461,7 +462,7 @@ def run_ranks(
 ) -> Outcome:
     """Run the same runs, one after the other, in `world_size` processes; every process is gone afterwards."""
     folder.mkdir(parents=True, exist_ok=True)
-    context = mp.get_context(start)
+    context = cast(SpawnContext, mp.get_context(start))  # either kind; the base class has no Process for a type checker
     begin = time.monotonic()
     processes = [
         context.Process(target=main, args=(r, world_size, str(folder), runs), daemon=True) for r in range(world_size)

@@ -42,7 +42,7 @@ def test_stages_equal_one_call(parts: int, degree: int | None, depth: bool, mode
     owner = torch.arange(900) * 7 % 13 % parts  # rows of a part lie scattered
     rows = [(owner == r).nonzero().flatten() for r in range(parts)]
     leaves = [{k: scene[k][part].clone().requires_grad_() for k in LEAVES} for part in rows]
-    projected = [project(*(leaf[k] for k in LEAVES), degree, view) for leaf in leaves]
+    projected = [project(*[leaf[k] for k in LEAVES], sh_degree=degree, view=view) for leaf in leaves]
     ids = torch.cat([part[p.rows] for part, p in zip(rows, projected)])
     order = torch.argsort(ids)
     splats = Splats(torch.cat([p.splats for p in projected])[order], view)
@@ -67,7 +67,7 @@ def test_nothing_visible() -> None:
     scene = make_scene(5, 32, 32, sh_degree=0)
     view = StageView(scene["viewmats"][0], scene["Ks"][0], 32, 32)
     scene["means"][:, 2] = -1.0
-    p = project(*(scene[k].clone().requires_grad_() for k in LEAVES), 0, view)
+    p = project(*[scene[k].clone().requires_grad_() for k in LEAVES], sh_degree=0, view=view)
     image, _, _ = Splats(p.splats, view).rasterize()
     assert p.rows.shape == (0,) and not bool(image.any())
     with pytest.raises(ValueError, match="splats"):

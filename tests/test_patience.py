@@ -17,12 +17,12 @@ def settled(whole: float, parts: float, rest: float) -> Patience:
     return patience
 
 
-def test_it_waits_twice_the_price_where_the_rest_comes_sooner_than_the_price() -> None:
-    assert settled(0.010, 0.014, 0.003).budget == pytest.approx(0.008)
+def test_it_waits_as_long_as_the_price_where_the_rest_comes_sooner_than_half_of_it() -> None:
+    assert settled(0.010, 0.014, 0.001).budget == pytest.approx(0.004)
 
 
 def test_it_does_not_wait_where_the_rest_takes_longer_or_parts_cost_nothing_more() -> None:
-    assert settled(0.010, 0.014, 0.005).budget == 0
+    assert settled(0.010, 0.014, 0.003).budget == 0
     assert settled(0.010, 0.009, 0.0).budget == 0
 
 

@@ -48,9 +48,9 @@ class Patience:
 
     @property
     def budget(self) -> float:
-        """How long to wait for the rest of the steps before, then to go on in parts: twice the price, or not at all
-        where the rest usually takes longer than the price."""
-        return 2 * self.price if self.wanted and self.rest < self.price else 0.0
+        """How long to wait for the rest of the steps before, then to go on in parts: the price, or not at all where the
+        rest usually takes longer than half of it. So a wrong guess costs no more than the price once more."""
+        return self.price if self.wanted and self.rest < 0.5 * self.price else 0.0
 
 
 def _mean(mean: float | None, value: float) -> float:

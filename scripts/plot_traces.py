@@ -85,6 +85,12 @@ def steps_of(path: Path) -> list[int]:
     return sorted({e["args"]["step"] for e in events if e["ph"] == "X" and e["name"] == "task"})
 
 
+def third(path: Path) -> int:
+    """The step at which the last third of a trace begins."""
+    steps = steps_of(path)
+    return steps[2 * len(steps) // 3]
+
+
 def draw(axes: Axes, run: Run, title: str, remark: str, first: int) -> None:
     """One run: a row per rank, above a thin one for what it sends."""
     for rank in range(run.ranks):
@@ -126,19 +132,18 @@ def _bars(
 def main() -> None:
     """Reads both traces and writes the picture."""
     options = tyro.cli(Options, description=__doc__)
-    first = options.first
-    if first is None:
-        known = steps_of(options.above)
-        first = known[2 * len(known) // 3]
-    runs = [load(path, first, options.steps) for path in (options.above, options.below)]
+    firsts = [options.first if options.first is not None else third(path) for path in (options.above, options.below)]
+    runs = [load(path, n, options.steps) for path, n in zip((options.above, options.below), firsts)]
     plt.rcParams["font.family"] = "DejaVu Sans"
     figure, axes = plt.subplots(2, 1, sharex=True, figsize=(10, 1.1 + 1.15 * sum(r.ranks for r in runs) / 1.4))
     ratio = runs[0].end / runs[1].end
+    same = firsts[0] == firsts[1]  # else the work differs, and so the time for that reason alone
     views = sum(1 for s in runs[0].spans if s["name"] == "task")
     for k, (run, title, axis) in enumerate(zip(runs, options.titles, axes)):
         remark = f"{views} views in {run.end:.2f} s, waiting {100 * run.waited / run.end:.0f} % of the time"
-        draw(axis, run, title, remark + (f"  ({ratio:.2f}x as fast)" if k else ""), first)
-    axes[1].axvspan(runs[1].end, runs[0].end, color="#2f9e63", alpha=0.12, linewidth=0)
+        draw(axis, run, title, remark + (f"  ({ratio:.2f}x as fast)" if k and same else ""), firsts[k])
+    if same:
+        axes[1].axvspan(runs[1].end, runs[0].end, color="#2f9e63", alpha=0.12, linewidth=0)
     axes[1].set_xlim(0, 1.01 * max(run.end for run in runs))
     axes[1].set_xlabel("seconds")
     names = {"rendering a view": COMPUTE, "waiting": WAIT, "updating primitives": RUNTIME, "rows on the wire": WIRE}

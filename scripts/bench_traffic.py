@@ -54,14 +54,15 @@ def measure(folder: Path, ranks: int, steps: int, seed: int) -> dict[str, Any]:
 
     outputs = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)  # the writer may still write
     trainer = make_trainer(folder, steps, seed, Path(outputs.name), ranks)
+    steps = trainer.config.max_num_iterations  # fewer steps of more views (--pipeline.odin.scale-schedule)
     engine = trainer.runner.engine
     exchange, table = engine._exchange, engine.tables[0]
-    sent, active, result = 0, 0, {}
+    sent, active, result, counted_steps = 0, 0, {}, min(COUNTED, steps)
     contribute = exchange.contribute
 
     def counted(message: Any, *rest: Any) -> Any:
         nonlocal sent, active
-        if message.step >= steps - COUNTED:
+        if message.step >= steps - counted_steps:
             sent += 4 * messages.encode(message, first=True, rest=True).shape[0]
             active += message.tables[0].ids.shape[0]
         return contribute(message, *rest)
@@ -70,10 +71,10 @@ def measure(folder: Path, ranks: int, steps: int, seed: int) -> dict[str, Any]:
         if step + 1 == steps:
             columns = sum(table.width(name) for name in table.names)
             dense = 2 * (ranks - 1) / ranks * table.count * 4 * columns
-            per_rank = sent / COUNTED / ranks * (ranks - 1)
+            per_rank = sent / counted_steps / ranks * (ranks - 1)
             result.update(
                 {"scene": folder.name, "ranks": ranks, "steps": steps, "primitives": table.count}
-                | {"active_share": active / COUNTED / ranks / table.count, "sent_bytes": per_rank}
+                | {"active_share": active / counted_steps / ranks / table.count, "sent_bytes": per_rank}
                 | {"dense_bytes": dense, "ratio": per_rank / dense}
                 | tightness(trainer, step + 1)
             )

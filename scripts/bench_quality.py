@@ -40,14 +40,16 @@ class Options:
     """Put the table between the marks of this file."""
 
 
-def make_trainer(folder: Path, steps: int, seed: int, outputs: Path, views_per_step: int = 1) -> Any:
+def make_trainer(
+    folder: Path, steps: int, seed: int, outputs: Path, views_per_step: int = 1, method: str = "odin-splatfacto"
+) -> Any:
     """A trainer on a capture, set up: full resolution, every eighth image held out, no output beside its own."""
     from nerfstudio.configs.method_configs import all_methods
     from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParserConfig
 
     from odin_nerfstudio.glue.odin_trainer import OdinTrainer
 
-    config: Any = all_methods["odin-splatfacto"]
+    config: Any = all_methods[method]
     model_folder = next(p for p in ("sparse/0", "colmap/sparse/0") if (folder / p).is_dir())
     config.pipeline.datamanager.dataparser = ColmapDataParserConfig(
         data=folder.resolve(), colmap_path=Path(model_folder), downscale_factor=1, load_3D_points=True

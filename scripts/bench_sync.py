@@ -60,6 +60,8 @@ class Options:
     """Orders of the views; the second and later ones are measured on the first slower link only."""
     skew_ms: float = 0.0
     """Also measure on loopback with a sleep in every task, exponentially distributed with this mean."""
+    linger: bool = True
+    """Let ranks wait for whole steps where that is cheaper, as in training (runtime/patience.py)."""
     checkpoints: Path | None = None
     """Keep the trained checkpoints in this folder, and use those that are there."""
     traces: Path | None = None
@@ -212,7 +214,7 @@ def measure(scene: Path, options: Options) -> list[dict[str, Any]]:
         job: dict[str, Any] = {
             **{"scene": str(scene.resolve()), "checkpoint": str(checkpoint), "downscales": options.downscales},
             **{"lanes": RANKS, "modes": ["barrier"], "steps": options.steps, "repeats": options.repeats},
-            **{"order": options.orders[0], "skew_ms": 0.0, "traces": ""},
+            **{"order": options.orders[0], "skew_ms": 0.0, "traces": "", "linger": options.linger},
         }
 
         def add(link: str, share: float, prefixes: list[list[str]], address: str = "127.0.0.1") -> list[Any]:

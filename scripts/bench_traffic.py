@@ -37,6 +37,8 @@ class Options:
     """Captures."""
     ranks: list[int] = field(default_factory=lambda: [2, 3, 4])
     """Numbers of ranks; each is a run."""
+    method: str = "odin-splatfacto"
+    """Method."""
     steps: int = 600
     """Steps of a run."""
     seed: int = 42
@@ -46,14 +48,14 @@ class Options:
     """Put the table between the marks of this file."""
 
 
-def measure(folder: Path, ranks: int, steps: int, seed: int) -> dict[str, Any]:
+def measure(folder: Path, ranks: int, steps: int, seed: int, method: str) -> dict[str, Any]:
     """One run in this process."""
     from nerfstudio.engine.callbacks import TrainingCallback, TrainingCallbackLocation
 
     from odin_nerfstudio.runtime import messages
 
     outputs = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)  # the writer may still write
-    trainer = make_trainer(folder, steps, seed, Path(outputs.name), ranks)
+    trainer = make_trainer(folder, steps, seed, Path(outputs.name), ranks, method)
     steps = trainer.config.max_num_iterations  # fewer steps of more views (--pipeline.odin.scale-schedule)
     engine = trainer.runner.engine
     exchange, table = engine._exchange, engine.tables[0]
@@ -73,7 +75,7 @@ def measure(folder: Path, ranks: int, steps: int, seed: int) -> dict[str, Any]:
             dense = 2 * (ranks - 1) / ranks * table.count * 4 * columns
             per_rank = sent / counted_steps / ranks * (ranks - 1)
             result.update(
-                {"scene": folder.name, "ranks": ranks, "steps": steps, "primitives": table.count}
+                {"scene": folder.name, "method": method, "ranks": ranks, "steps": steps, "primitives": table.count}
                 | {"active_share": active / counted_steps / ranks / table.count, "sent_bytes": per_rank}
                 | {"dense_bytes": dense, "ratio": per_rank / dense}
                 | tightness(trainer, step + 1)
@@ -129,10 +131,13 @@ def main() -> None:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as processes:
         for folder in options.folders:
             for ranks in options.ranks:
-                rows.append(processes.submit(measure, folder, ranks, options.steps, options.seed).result())
+                rows.append(
+                    processes.submit(measure, folder, ranks, options.steps, options.seed, options.method).result()
+                )
                 print(json.dumps(rows[-1]), flush=True)
     names, ranks = " ".join(f.name for f in options.folders), " ".join(map(str, options.ranks))
-    text = table_of(rows, f"python scripts/bench_traffic.py {names} --ranks {ranks} --steps {options.steps}")
+    method = "" if options.method == "odin-splatfacto" else f" --method {options.method}"
+    text = table_of(rows, f"python scripts/bench_traffic.py {names} --ranks {ranks} --steps {options.steps}{method}")
     print(text)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))

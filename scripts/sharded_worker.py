@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from sync_worker import config_for, stretch
+from sync_worker import config_for, start_rank, stretch
 
-from odin_nerfstudio.glue.launch import Place, divide_threads, join_group
 from odin_nerfstudio.glue.shard_rows import shard_tree
 from odin_nerfstudio.runtime.policies import make_policy
 from odin_nerfstudio.runtime.sharded.balance import row_tensors
@@ -58,11 +57,7 @@ def seen_by_rank(trainer: Any, ranks: list[int]) -> list[dict[str, float]]:
 def main() -> None:
     """Reads a job, runs it, and writes this rank's figures."""
     job = json.loads(Path(sys.argv[1]).read_text())
-    place = Place.of_torchrun() or Place(0, 0, 1, 1)
-    divide_threads(place.ranks)
-    torch.set_num_threads(1)
-    if place.ranks > 1:
-        join_group(place, "cpu")
+    place = start_rank()
     config = config_for(job)
     config.pipeline.odin.placement = job["placement"]
     config.set_timestamp()

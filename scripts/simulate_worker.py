@@ -8,11 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from sync_worker import add_skew, config_for
+from sync_worker import add_skew, config_for, start_rank
 
-from odin_nerfstudio.glue.launch import Place, divide_threads, join_group
 from odin_nerfstudio.glue.odin_trainer import OdinTrainer
 from odin_nerfstudio.glue.recording import finish_recording
 from odin_nerfstudio.runtime.policies import make_policy
@@ -38,11 +36,7 @@ def stretch(trainer: OdinTrainer, mode: str, policy: Any, first: int, steps: int
 def main() -> None:
     """Reads a job, runs it, and writes this rank's stretches and, on rank 0, the recording."""
     job = json.loads(Path(sys.argv[1]).read_text())
-    place = Place.of_torchrun()
-    assert place is not None
-    divide_threads(place.ranks)
-    torch.set_num_threads(1)
-    join_group(place, "cpu")
+    place = start_rank()
     config = config_for(job)
     config.set_timestamp()
     trainer = OdinTrainer(config, place.local_rank, place.ranks)

@@ -97,14 +97,20 @@ def add_skew(trainer: OdinTrainer, mean_ms: float) -> None:
     model.image_loss = slower  # type: ignore[method-assign]
 
 
-def main() -> None:
-    """Reads a job, runs it, and writes this rank's stretches."""
-    job = json.loads(Path(sys.argv[1]).read_text())
+def start_rank() -> Place:
+    """Joins the other ranks, with one thread each."""
     place = Place.of_torchrun() or Place(0, 0, 1, 1)
     divide_threads(place.ranks)
     torch.set_num_threads(1)
     if place.ranks > 1:
         join_group(place, "cpu")
+    return place
+
+
+def main() -> None:
+    """Reads a job, runs it, and writes this rank's stretches."""
+    job = json.loads(Path(sys.argv[1]).read_text())
+    place = start_rank()
     config = config_for(job)
     config.set_timestamp()
     trainer = OdinTrainer(config, place.local_rank, place.ranks)
@@ -114,6 +120,7 @@ def main() -> None:
     trainer.runner.model.strategy.acts_at = lambda step: False  # type: ignore[method-assign]
     if job["skew_ms"]:
         add_skew(trainer, job["skew_ms"])
+    trainer.runner.engine.frontier.patience.wanted = job["linger"]
     policies = {mode: make_policy(mode) for mode in job["modes"]}
     step, results = trainer._start_step, []
     # Before anything is measured, every mode warms up for an epoch: after it the evidence of all views is known.

@@ -7,21 +7,15 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-from sync_worker import add_skew, base_config
+from sync_worker import add_skew, base_config, start_rank
 
-from odin_nerfstudio.glue.launch import Place, divide_threads, join_group
 from odin_nerfstudio.glue.odin_trainer import OdinTrainer
 
 
 def main() -> None:
     """Reads a job, trains, and writes this rank's figures; those of rank 0 have the metrics of the held-out views."""
     job = json.loads(Path(sys.argv[1]).read_text())
-    place = Place.of_torchrun() or Place(0, 0, 1, 1)
-    divide_threads(place.ranks)
-    torch.set_num_threads(1)
-    if place.ranks > 1:
-        join_group(place, "cpu")
+    place = start_rank()
     config = base_config(job)
     config.max_num_iterations = job["views"]
     config.machine.seed = job["seed"]

@@ -8,6 +8,11 @@ from typing import Literal
 
 from tyro.conf import Suppress
 
+from odin_nerfstudio.runtime.engine_options import EngineOptions
+from odin_nerfstudio.runtime.gate import GatePolicy
+from odin_nerfstudio.runtime.policies import make_policy
+from odin_nerfstudio.runtime.throughput import DelayLimits
+
 
 @dataclass
 class OdinOptions:
@@ -60,3 +65,13 @@ class OdinOptions:
     """Views per step that the intervals and learning rates of this config are made for; set by scale_schedule."""
     debug: bool = False
     """Check every read, write and publication for hazards, and compare all devices' states at structural steps."""
+
+    def policy(self) -> GatePolicy:
+        """The policy of the mode."""
+        return make_policy(self.mode, DelayLimits(self.max_delay, self.max_overlap, self.max_impact))
+
+    def engine_options(self, seed: int) -> EngineOptions:
+        """What an engine is told, whatever the placement."""
+        return EngineOptions(
+            lookahead=self.lookahead, seed=seed, stall=self.stall, debug=self.debug, trace=self.trace is not None
+        )

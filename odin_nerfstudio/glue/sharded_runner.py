@@ -23,15 +23,12 @@ from odin_nerfstudio.glue.step_timer import StepTimer
 from odin_nerfstudio.glue.strategies import FedStrategy
 from odin_nerfstudio.glue.tables import model_tables
 from odin_nerfstudio.rendering.stages import Projection, Splats, StageView, project
-from odin_nerfstudio.runtime.engine_options import EngineOptions
-from odin_nerfstudio.runtime.policies import make_policy
 from odin_nerfstudio.runtime.shadow import Task
 from odin_nerfstudio.runtime.sharded.engine import ShardedEngine
 from odin_nerfstudio.runtime.sharded.requests import Requests
 from odin_nerfstudio.runtime.sharded.surgery import ShardStrategy
 from odin_nerfstudio.runtime.sharded.views import ViewTask
 from odin_nerfstudio.runtime.store import DenseTerm
-from odin_nerfstudio.runtime.throughput import DelayLimits
 from odin_nerfstudio.runtime.transport import Transport
 
 
@@ -123,14 +120,8 @@ class ShardedRunner(StepRunner):
             rows[1],
             self.projector,
             transport,
-            make_policy(options.mode, DelayLimits(options.max_delay, options.max_overlap, options.max_impact)),
-            EngineOptions(
-                lookahead=options.lookahead,
-                seed=pipeline.seed,
-                stall=options.stall,
-                debug=options.debug,
-                trace=options.trace is not None,
-            ),
+            options.policy(),
+            options.engine_options(pipeline.seed),
             self.model.acts_at,
             is_fence,
             start_step,

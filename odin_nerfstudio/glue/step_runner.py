@@ -11,10 +11,8 @@ from odin_nerfstudio.glue.agreement import facts_of, require_agreement
 from odin_nerfstudio.glue.odin_pipeline import OdinPipeline
 from odin_nerfstudio.glue.step_timer import StepTimer
 from odin_nerfstudio.glue.tables import CAMERAS, GRIDS, PRIMITIVES, model_tables
-from odin_nerfstudio.runtime.engine import Engine, EngineOptions
-from odin_nerfstudio.runtime.policies import make_policy
+from odin_nerfstudio.runtime.engine import Engine
 from odin_nerfstudio.runtime.shadow import Shadow, Task
-from odin_nerfstudio.runtime.throughput import DelayLimits
 from odin_nerfstudio.runtime.transport import Transport
 
 PARAMETER_PREFIX = {PRIMITIVES: "gauss_params", CAMERAS: "camera_optimizer", GRIDS: "bil_grids"}
@@ -39,14 +37,8 @@ class StepRunner:
             self.plan,
             model_tables(self.model, optimizers, cameras, start_step, pipeline.seed),
             transport,
-            make_policy(options.mode, DelayLimits(options.max_delay, options.max_overlap, options.max_impact)),
-            EngineOptions(
-                lookahead=options.lookahead,
-                seed=pipeline.seed,
-                stall=options.stall,
-                debug=options.debug,
-                trace=options.trace is not None,
-            ),
+            options.policy(),
+            options.engine_options(pipeline.seed),
             self.model.acts_at,
             start_step,
         )

@@ -144,5 +144,9 @@ def root_recipe() -> int | None:
             roots(x, out, x.shape[0], recipe)
             if not np.array_equal(out.view(np.uint32), expected):
                 known.remove(recipe)
-    logger.debug("torch's square root follows %s", known)
+    if not known:
+        logger.warning(
+            "torch's square root on this processor follows no recipe known here: steps are published by torch's own "
+            "operations, with the same bits, but more slowly"
+        )
     return known[0] if known else None

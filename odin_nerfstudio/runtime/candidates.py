@@ -178,7 +178,7 @@ def candidate_mask(
         motion.means, motion.log_scales, _per_row(extra), _per_row(variance), view.packed, out.numpy(),
     )  # fmt: skip
     if count < 0:
-        _refuse_lag(int(-1 - count), motion)
+        refuse_lag(int(-1 - count), motion)
     return out, int(count)
 
 
@@ -205,8 +205,57 @@ def candidate_ids(
     return ids
 
 
-def _refuse_lag(lag: int, motion: MotionBound) -> None:
+def refuse_lag(lag: int, motion: MotionBound) -> None:
     raise ValueError(f"versions, least_lag: a row lags by {lag} steps, motion covers {len(motion.means) - 1}")
+
+
+@dataclass(frozen=True)
+class CameraBox:
+    """Where the centres of rows can be in a view's camera frame, and by how much log-scales can have grown."""
+
+    low: Tensor
+    """[N, 3]"""
+    high: Tensor
+    """[N, 3]"""
+    inverse_near: Tensor
+    """One over the least and the largest depth, neither nearer than the near plane. [N]"""
+    inverse_far: Tensor
+    grow: Tensor
+    """[N]"""
+
+
+def camera_box(
+    means: Tensor,
+    view: ViewTest,
+    motion: MotionBound,
+    versions: Tensor | None,
+    step: int,
+    least_lag: int,
+    extra: Tensor | None = None,
+) -> CameraBox:
+    """What the updates that a copy lacks leave possible, in torch's operations. means [N, 3], extra: more motion [N].
+
+    Raises:
+        ValueError: A row lags by more than `motion` covers.
+    """
+    device = means.device
+    c = view.packed.tolist()
+    matrix = torch.from_numpy(view.packed[:12]).to(device).reshape(3, 4)
+    lag = torch.full(means.shape[:1], least_lag, dtype=torch.long, device=device)
+    if versions is not None:
+        lag = torch.clamp(step - versions.long(), min=least_lag)
+    if means.shape[0] and int(lag.max()) >= len(motion.means):
+        refuse_lag(int(lag.max()), motion)
+    d = torch.from_numpy(motion.means).to(device)[lag]
+    if extra is not None:
+        d = d + extra
+    grow = torch.from_numpy(motion.log_scales).to(device)[lag]
+    e = c[15] * (means.abs().sum(1) + d) + c[16]
+    # not a matrix product, which may round to TF32
+    camera = (means[:, None, :] * matrix[None, :, :3]).sum(-1) + matrix[:, 3]
+    reach = d[:, None] * torch.tensor(c[12:15], device=device) + e[:, None]
+    low, high = camera - reach, camera + reach
+    return CameraBox(low, high, 1 / low[:, 2].clamp(min=c[29]), 1 / high[:, 2].clamp(min=c[29]), grow)
 
 
 def candidate_mask_torch(
@@ -227,31 +276,16 @@ def candidate_mask_torch(
         ValueError: A row lags by more than `motion` covers.
     """
     means, log_scales = means.detach(), log_scales.detach()
-    device = means.device
     c = view.packed.tolist()
-    matrix = torch.from_numpy(view.packed[:12]).to(device).reshape(3, 4)
-    lag = torch.full(means.shape[:1], least_lag, dtype=torch.long, device=device)
-    if versions is not None:
-        lag = torch.clamp(step - versions.long(), min=least_lag)
-    if means.shape[0] and int(lag.max()) >= len(motion.means):
-        _refuse_lag(int(lag.max()), motion)
-    d = torch.from_numpy(motion.means).to(device)[lag]
-    if extra is not None:
-        d = d + extra
-    grow = torch.from_numpy(motion.log_scales).to(device)[lag]
-    e = c[15] * (means.abs().sum(1) + d) + c[16]
-    # not a matrix product, which may round to TF32
-    camera = (means[:, None, :] * matrix[None, :, :3]).sum(-1) + matrix[:, 3]
-    reach = d[:, None] * torch.tensor(c[12:15], device=device) + e[:, None]
-    low, high = camera - reach, camera + reach
-    inverse_near, inverse_far = 1 / low[:, 2].clamp(min=c[29]), 1 / high[:, 2].clamp(min=c[29])
+    box = camera_box(means, view, motion, versions, step, least_lag, extra)
+    low, high, inverse_near, inverse_far = box.low, box.high, box.inverse_near, box.inverse_far
     bounds, clamped = [], []
     for axis, first, last in ((0, c[23], c[24]), (1, c[25], c[26])):
         u0 = low[:, axis] * torch.where(low[:, axis] > 0, inverse_far, inverse_near)
         u1 = high[:, axis] * torch.where(high[:, axis] > 0, inverse_near, inverse_far)
         bounds.append((u0, u1))
         clamped.append(torch.maximum(u0.clamp(first, last).abs(), u1.clamp(first, last).abs()))
-    largest = log_scales.amax(1) + grow
+    largest = log_scales.amax(1) + box.grow
     size = torch.exp(2 * largest) if variance is None else torch.exp(2 * largest) + variance
     spread = size * c[27] * inverse_near**2 * (1 + clamped[0] ** 2 + clamped[1] ** 2)
     radius = torch.ceil(3 * torch.sqrt(spread + c[28]))

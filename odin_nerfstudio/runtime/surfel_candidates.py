@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from odin_nerfstudio.runtime import surfel_candidate_kernels as kernels
-from odin_nerfstudio.runtime.candidates import MotionBound, ViewTest
+from odin_nerfstudio.runtime.candidates import MotionBound, ViewTest, camera_box, refuse_lag
 from odin_nerfstudio.runtime.reads import VisibilityReads, loosened
 
 GSPLAT_ROUNDING = np.float32(80 * 2.0**-24)
@@ -92,12 +92,8 @@ def surfel_mask(
         motion.means, motion.log_scales, view.packed, np.float32(0) if exact else GSPLAT_ROUNDING, out.numpy(),
     )  # fmt: skip
     if count < 0:
-        _refuse_lag(int(-1 - count), motion)
+        refuse_lag(int(-1 - count), motion)
     return out, int(count)
-
-
-def _refuse_lag(lag: int, motion: MotionBound) -> None:
-    raise ValueError(f"versions, least_lag: a row lags by {lag} steps, motion covers {len(motion.means) - 1}")
 
 
 def surfel_mask_torch(
@@ -117,23 +113,10 @@ def surfel_mask_torch(
         ValueError: A row lags by more than `motion` covers.
     """
     means, log_scales = means.detach(), log_scales.detach()
-    device = means.device
     c = view.packed.tolist()
-    matrix = torch.from_numpy(view.packed[:12]).to(device).reshape(3, 4)
-    lag = torch.full(means.shape[:1], least_lag, dtype=torch.long, device=device)
-    if versions is not None:
-        lag = torch.clamp(step - versions.long(), min=least_lag)
-    if means.shape[0] and int(lag.max()) >= len(motion.means):
-        _refuse_lag(int(lag.max()), motion)
-    d = torch.from_numpy(motion.means).to(device)[lag]
-    grow = torch.from_numpy(motion.log_scales).to(device)[lag]
-    e = c[15] * (means.abs().sum(1) + d) + c[16]
-    # not a matrix product, which may round to TF32
-    camera = (means[:, None, :] * matrix[None, :, :3]).sum(-1) + matrix[:, 3]
-    reach = d[:, None] * torch.tensor(c[12:15], device=device) + e[:, None]
-    low, high = camera - reach, camera + reach
-    inverse_near, inverse_far = 1 / low[:, 2].clamp(min=c[29]), 1 / high[:, 2].clamp(min=c[29])
-    largest = log_scales[:, :2].amax(1) + grow
+    box = camera_box(means, view, motion, versions, step, least_lag)
+    low, high, inverse_near, inverse_far = box.low, box.high, box.inverse_near, box.inverse_far
+    largest = log_scales[:, :2].amax(1) + box.grow
     share = torch.exp(2 * largest) * (c[27] / max(c[17], c[18]) ** 2) * inverse_near**2
     steep = ~(share < float(kernels.STEEP))
     share = share.clamp(max=float(kernels.STEEP))

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import copy
 import json
+import multiprocessing
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -92,21 +94,28 @@ def evaluate(trainer: Any, data: Path) -> tuple[float, float]:
     return round(psnr / len(views), 2), round(ssim / len(views), 3)
 
 
-def main(options: Options) -> None:
-    """Trains one method after the other and prints a row for each."""
+def train(method: str, options: Options, captures: dict[str, Path]) -> str:
+    """Trains one method and returns its row."""
     from odin_nerfstudio.glue.global_random import seed_everything
 
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as outputs:  # the writer may still write
+        config = make_config(method, captures[options.size], options.steps, Path(outputs))
+        config.set_timestamp()
+        seed_everything(config.machine.seed)
+        trainer = config.setup(local_rank=0, world_size=1)
+        trainer.setup()
+        trainer.train()
+        figures = [f"{size} {evaluate(trainer, captures[size])}" for size in options.sizes]
+        return f"RESULT {method}: {trainer.pipeline.splats.num_points} primitives, {', '.join(figures)}"
+
+
+def main(options: Options) -> None:
+    """Trains every method in a process of its own, since nerfstudio's writers are global, and prints a row for each."""
     captures = {size: capture(options, size) for size in [options.size, *options.sizes]}
-    for method in options.methods:
-        with tempfile.TemporaryDirectory() as outputs:
-            config = make_config(method, captures[options.size], options.steps, Path(outputs))
-            config.set_timestamp()
-            seed_everything(config.machine.seed)
-            trainer = config.setup(local_rank=0, world_size=1)
-            trainer.setup()
-            trainer.train()
-            figures = [f"{size} {evaluate(trainer, captures[size])}" for size in options.sizes]
-            print(f"RESULT {method}: {trainer.pipeline.splats.num_points} primitives, {', '.join(figures)}", flush=True)
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as processes:
+        for method in options.methods:
+            print(processes.submit(train, method, options, captures).result(), flush=True)
 
 
 if __name__ == "__main__":

@@ -150,6 +150,22 @@ def test_overheads_and_speed() -> None:
     assert run(scene.faster(4), [[0]] * 4, "quality", ranks=1).seconds == pytest.approx(2)
 
 
+def test_ranks_wait_for_whole_steps_where_parts_cost_more() -> None:
+    """Publishing some rows costs 0.4 s, messages come 0.05 s after a task's end: after the first steps in parts, ranks
+    wait for the rest as `runtime.patience` says, and every further step takes what it takes with a barrier."""
+    scene = scene_with(DISJOINT, [1.0, 1.0], overheads=Overheads(sweep=0.4, publish=0.01))
+
+    def seconds(mode: Any, steps: int, **more: Any) -> Outcome:
+        return run(scene, [[0, 1]] * steps, mode, latency=0.05, **more)
+
+    eager = seconds("quality", 20, linger=False)
+    patient = seconds("quality", 20)
+    assert "linger" not in eager.waits and patient.waits["linger"] == pytest.approx(2 * 17 * 0.05, rel=0.2)
+    assert patient.seconds < eager.seconds - 10 * 0.4
+    a_step = patient.seconds - seconds("quality", 19).seconds
+    assert a_step == pytest.approx(seconds("barrier", 20).seconds - seconds("barrier", 19).seconds)
+
+
 def random_scene(seed: int, views: int = 12, rows: int = 300) -> Scene:
     """Views that see windows of a strip, each with a few rows from anywhere."""
     drawn = np.random.default_rng(seed)

@@ -18,7 +18,7 @@ from odin_nerfstudio.runtime.reduction import ReducedStaging, Traffic
 from odin_nerfstudio.runtime.row_watch import RowWatch
 from odin_nerfstudio.runtime.staging import Phase, StepStaging
 from odin_nerfstudio.runtime.store import RowTable
-from odin_nerfstudio.runtime.telemetry import StepRecord, Telemetry, now
+from odin_nerfstudio.runtime.telemetry import StepRecord, Telemetry
 
 
 class TaskPlan(Protocol):
@@ -163,15 +163,16 @@ class Frontier:
         while self.low < self.current and self.staging(self.low).complete:
             staged = self.staging(self.low)
             with self.telemetry.timed(step, "publish"):
-                begin, in_parts = now(), staged.started
+                begin, in_parts = self.telemetry.now(), staged.started
                 if not in_parts:
                     self.publisher.whole(staged)
-                    self.telemetry.timeline.whole(now() - begin)
+                    self.telemetry.timeline.whole(self.telemetry.now() - begin)
                 else:
                     self.track(staged)
                     self.publisher.some(staged, 0)
                     self.publisher.finish(staged)
-                self.patience.published(now() - begin + (staged.spent if in_parts else 0.0), in_parts)
+                took = self.telemetry.now() - begin
+                self.patience.published(took + (staged.spent if in_parts else 0.0), in_parts)
                 self.publisher.statistics(staged)
             self._retire(staged)
 
@@ -182,12 +183,12 @@ class Frontier:
             staged = self.staging(number)
             changed = changed or staged.changed  # a row of a step can go where it has gone in the step before
             if changed:
-                begin = now()
+                begin = self.telemetry.now()
                 with self.telemetry.timed(step, "publish"):
                     self.track(staged)
                     self.publisher.some(staged, number - self.low)
                 staged.changed = False
-                staged.spent += now() - begin
+                staged.spent += self.telemetry.now() - begin
 
     def _retire(self, staged: StepStaging) -> None:
         step = staged.step

@@ -163,6 +163,10 @@ class Telemetry:
         self.timeline = Timeline()
         self.doing = Doing("updating", -1, self.started)
 
+    def now(self) -> float:
+        """The time that everything here is measured with. [s]"""
+        return now()
+
     def record(self, step: int) -> StepRecord:
         """The record of a step, made at first use."""
         found = self._records.get(step)

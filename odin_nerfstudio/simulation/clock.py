@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-Process = Iterator[float | None]
-"""Yields seconds to spend, or None to sleep until `Clock.wake`."""
+
+@dataclass(frozen=True)
+class Nap:
+    """Sleep until `Clock.wake`, or for some seconds."""
+
+    seconds: float
+
+
+Process = Iterator[float | Nap | None]
+"""Yields seconds to spend, a nap, or None to sleep until `Clock.wake`."""
 
 
 class Clock:
@@ -18,6 +27,8 @@ class Clock:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
         self._asleep: dict[int, Process] = {}
+        self._naps: dict[int, int] = {}
+        """Number of the nap that a process is taking."""
 
     def at(self, time: float, call: Callable[[], None]) -> None:
         """Schedule a call, not before now."""
@@ -31,8 +42,13 @@ class Clock:
     def wake(self, name: int) -> None:
         """Let a process that sleeps go on now; nothing if it does not sleep."""
         process = self._asleep.pop(name, None)
+        self._naps.pop(name, None)
         if process is not None:
             self.at(self.now, lambda: self._go_on(name, process))
+
+    def _end_nap(self, name: int, nap: int) -> None:
+        if self._naps.get(name) == nap:
+            self.wake(name)
 
     def run(self) -> None:
         """Run until nothing is left to happen.
@@ -50,6 +66,11 @@ class Clock:
         for spend in process:
             if spend is None:
                 self._asleep[name] = process
+                return
+            if isinstance(spend, Nap):
+                self._asleep[name] = process
+                nap = self._naps[name] = self._number
+                self.at(self.now + spend.seconds, lambda: self._end_nap(name, nap))
                 return
             if spend > 0:
                 self.at(self.now + spend, lambda: self._go_on(name, process))

@@ -45,6 +45,7 @@ class Setup:
         structural_every: Steps between structural steps; None: as recorded.
         reduce: Rows are summed by their owners; "auto" decides as the runtime does: by bytes, from 3 ranks on, not in
             throughput mode.
+        linger: Ranks wait for whole steps where that is cheaper (`runtime.patience`).
     """
 
     ranks: int = 8
@@ -58,6 +59,7 @@ class Setup:
     limits: DelayLimits = field(default_factory=DelayLimits)
     structural_every: int | None = None
     reduce: Literal["auto", "always", "never"] = "auto"
+    linger: bool = True
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.lanes < self.ranks:
@@ -190,6 +192,7 @@ def simulate(
     job = Job(
         setup.ranks, scene, plan, steps, seconds or _seconds(scene, setup), setup.lookahead,
         lambda step: every > 0 and (step + 1) % every == 0, reduced,
+        setup.linger,
     )  # fmt: skip
     clock = Clock()
     ranks: list[SimulatedRank] = []

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from odin_nerfstudio.runtime import hazards, rows
 from odin_nerfstudio.runtime.frontier import Frontier, TaskPlan
-from odin_nerfstudio.runtime.gate import BARRIER, DRAIN, LOOKAHEAD, STRUCTURAL, Decision, Gate, GatePolicy
+from odin_nerfstudio.runtime.gate import BARRIER, DRAIN, LINGER, LOOKAHEAD, STRUCTURAL, Decision, Gate, GatePolicy
 from odin_nerfstudio.runtime.publication import Publisher
 from odin_nerfstudio.runtime.shadow import Task
 from odin_nerfstudio.runtime.staging import StepStaging
 from odin_nerfstudio.runtime.store import RowTable
 from odin_nerfstudio.runtime.telemetry import Telemetry
-from odin_nerfstudio.simulation.clock import Clock, Process
+from odin_nerfstudio.simulation.clock import Clock, Nap, Process
 from odin_nerfstudio.simulation.exchange import SimulatedExchange
 from odin_nerfstudio.simulation.network import Network
 from odin_nerfstudio.simulation.scene import Meter, Scene, stand_in
@@ -62,9 +62,12 @@ class VersionPublisher(Publisher):
 class VirtualTelemetry(Telemetry):
     """Counts virtual seconds."""
 
-    def __init__(self, rank: int, meter: Meter) -> None:
+    def __init__(self, rank: int, meter: Meter, clock: Clock) -> None:
         super().__init__(rank)
-        self._meter = meter
+        self._meter, self._clock = meter, clock
+
+    def now(self) -> float:
+        return self._clock.now + self._meter.spent
 
     @contextmanager
     def timed(self, step: int, what: str, **args: str | int | float) -> Iterator[None]:
@@ -87,6 +90,7 @@ class Job:
         lookahead: See `runtime.engine.EngineOptions`.
         is_structural: Whether a step ends with surgery.
         reduced: Rows are summed by their owners.
+        linger: See `runtime.engine.EngineOptions`.
     """
 
     ranks: int
@@ -97,6 +101,7 @@ class Job:
     lookahead: int
     is_structural: Callable[[int], bool]
     reduced: bool
+    linger: bool = True
 
 
 class SimulatedRank:
@@ -106,11 +111,12 @@ class SimulatedRank:
         self.number, self.job, self.policy, self._clock = number, job, policy, clock
         self._meter = Meter()
         self.table = stand_in(job.scene, self._meter)
-        self.telemetry = VirtualTelemetry(number, self._meter)
+        self.telemetry = VirtualTelemetry(number, self._meter, clock)
         publisher = VersionPublisher(job.scene, self.table, self._meter)
         tables = [self.table]
         self.frontier = Frontier(job.plan, tables, policy, publisher, self.telemetry, number, job.ranks, 0)
         self.frontier.reduced = job.reduced
+        self.frontier.patience.wanted = job.linger
         self.exchange = SimulatedExchange(number, job.ranks, job.scene, self.frontier, clock, network)
         self.ended = 0.0
         """When the last step was published. [s]"""
@@ -156,15 +162,18 @@ class SimulatedRank:
         self.ended = self._clock.now
 
     def _acquire(self, task: Task) -> Process:
-        job, frontier, step = self.job, self.frontier, task.step
+        job, frontier, step, meter = self.job, self.frontier, task.step, self._meter
+        if frontier.low < step:
+            frontier.gates.setdefault(step, self._clock.now)
         self.exchange.poll()
         frontier.publish_ready(step)
+        if self.policy.partial:
+            yield from self._linger(step)
         mask = self.table.arrays["mask"]
         self.table.reads.mark(step, task.view, self.table.versions, self.policy.least_lag, mask)
         ids = [rows.ids_of_mask(mask)]
-        yield self._meter.take()
-        self.exchange.poll()
-        frontier.publish_ready(step)
+        record, reads = self.telemetry.record(step), meter.total
+        published = record.publish
         gate = Gate(step, task.view, ids, [self.table], frontier.outstanding, frontier.track, job.lookahead)
         while not (decision := self.policy.decide(gate)).open:
             if self.policy.partial:
@@ -173,26 +182,41 @@ class SimulatedRank:
             frontier.publish_ready(step)
         if self.policy.partial and frontier.low < step:
             frontier.publish_some(step)
+        if frontier.low < step:
+            frontier.staging(step - 1).spent += meter.total - reads - (record.publish - published)
         if getattr(decision, "delayed", None) is not None:
             self.delayed += 1
         elif self.policy.partial:
             hazards.check_read(self.table, ids[0], step)
-        self._meter.spend(job.scene.overheads.acquire)
-        yield self._meter.take()
+        meter.spend(job.scene.overheads.acquire)
+        yield meter.take()
 
     def _read_next(self, step: int) -> Tensor | None:
         """As `Engine._read_next`: what other ranks' next tasks may read goes first."""
         alone = self.job.ranks == 1 or not self.policy.partial or self.frontier.reduced
         if alone or self.job.is_structural(step) or step + 1 >= self.job.steps:
             return None
-        return self.frontier.read_by_others(step + 1)[0]
+        if self.frontier.patience.budget:
+            return None
+        before = self._meter.total
+        first = self.frontier.read_by_others(step + 1)[0]
+        self.frontier.staging(step).spent += self._meter.total - before
+        return first
 
-    def _await(self, step: int, decision: Decision) -> Process:
-        """Finish what there is to do, then sleep until something has arrived, and take in all of it."""
+    def _linger(self, step: int) -> Process:
+        """As `Drains._linger`: wait a little for the rest of the steps before."""
+        frontier = self.frontier
+        end = self.telemetry.now() + frontier.patience.budget
+        while frontier.low < step and (left := end - self.telemetry.now()) > 0:
+            yield from self._await(step, Decision(LINGER, frontier.missing()), left)
+            frontier.publish_ready(step)
+
+    def _await(self, step: int, decision: Decision, seconds: float | None = None) -> Process:
+        """Finish what there is to do, then sleep until something has arrived, or for some seconds, and take in all."""
         yield self._meter.take()
         begin = self._clock.now
         if not self.exchange.waiting:
-            yield None
+            yield None if seconds is None else Nap(seconds)
         peer = self.exchange.poll()
         record = self.telemetry.record(step)
         key = (decision.hazard or BARRIER, peer)

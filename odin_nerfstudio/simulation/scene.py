@@ -141,6 +141,11 @@ class Meter:
         """Spend some."""
         self.total += seconds
 
+    @property
+    def spent(self) -> float:
+        """What has been spent since it was last taken."""
+        return self.total - self._taken
+
     def take(self) -> float:
         """What has been spent since the last call."""
         new, self._taken = self.total - self._taken, self.total

@@ -54,6 +54,8 @@ class SimulateCommand:
     """Steps between structural steps, 0 for none. Default: as recorded."""
     reduce: Literal["auto", "always", "never"] = "auto"
     """Sum rows at their owners; auto decides as the runtime does."""
+    linger: bool = True
+    """Let ranks wait for whole steps where that is cheaper, as in training."""
     seed: int = 0
     """Seed of plans and of everything drawn."""
     json: Path | None = None
@@ -83,7 +85,7 @@ class SimulateCommand:
                 ranks=self.ranks, views_per_step=self.views_per_step, link=parse_link(text), epochs=self.epochs,
                 seed=self.seed, skew=self.skew, lookahead=self.lookahead,
                 limits=DelayLimits(self.max_delay, self.max_overlap, self.max_impact),
-                structural_every=self.structural_every, reduce=self.reduce,
+                structural_every=self.structural_every, reduce=self.reduce, linger=self.linger,
             )  # fmt: skip
             rows += table_rows(name, scene, setup, compare(scene, setup, self.mode, self.order))
             assumptions += [a for a in setup.assumptions() if a not in assumptions]

@@ -126,7 +126,8 @@ def noise_of(rows: dict[str, Tensor], seed: int = 3) -> PositionNoise:
 
 
 def test_noise_of_a_row_is_the_same_whoever_adds_it() -> None:
-    """Rows one after the other, in two parts, all at once, and in torch's operations: the same bits."""
+    """Rows one after the other, in two parts, all at once, in torch's operations, on a rank that has only some of them:
+    the same bits."""
     rows, start = cloud(), cloud()["means"]
     whole, parts = {**rows, "means": start.clone()}, {**rows, "means": start.clone()}
     noise_of(whole).add(7, None)
@@ -136,8 +137,16 @@ def test_noise_of_a_row_is_the_same_whoever_adds_it() -> None:
     noise_of(parts).add(7, 1 - mask)
     assert torch.equal(parts["means"], whole["means"])
     key, scale, _ = noise_of(rows)._of_step(7)
-    in_torch = moved_means(start, rows["scales"], rows["quats"], rows["opacities"], key, scale)
+    in_torch = moved_means(start, rows["scales"], rows["quats"], rows["opacities"], torch.arange(1000), key, scale)
     assert torch.equal(in_torch, whole["means"])
+    shard = {k: v[mask != 0].clone() for k, v in rows.items()}
+    places = mask.nonzero().flatten().int()
+    some = PositionNoise(shard, lambda step: RATES, 5e5, 3, places=lambda: places)
+    bound, lags = MotionBound.steady(RATES["means"], RATES["scales"], (0.9, 0.999), 16), torch.full((1000,), 5)
+    reach = noise_of(rows).reach(7, lags.int(), 0, bound)[mask != 0]
+    assert torch.equal(some.reach(7, lags[mask != 0].int(), 0, bound), reach) and bool(reach.any())
+    some.add(7, None)
+    assert torch.equal(shard["means"], whole["means"][mask != 0])
     for seed, step in ((3, 8), (4, 7)):
         other = {**rows, "means": start.clone()}
         noise_of(other, seed).add(step, None)
@@ -146,7 +155,7 @@ def test_noise_of_a_row_is_the_same_whoever_adds_it() -> None:
 
 
 def test_noise_is_normal_enough_and_bounded() -> None:
-    z = variates(12345, 100_000)
+    z = variates(12345, torch.arange(100_000))
     assert float(z.abs().max()) < 6
     assert float(z.mean(0).abs().max()) < 0.01 and float((z.std(0) - 1).abs().max()) < 0.01
     assert np.abs(np.corrcoef(z.numpy().T) - np.eye(3)).max() < 0.01
@@ -160,7 +169,7 @@ def test_noise_is_gsplats(monkeypatch: pytest.MonkeyPatch) -> None:
 
     rows = cloud()
     key, scale, _ = noise_of(rows)._of_step(11)
-    z = variates(key, 1000).float()
+    z = variates(key, torch.arange(1000)).float()
     monkeypatch.setattr(
         gsplat_ops, "quat_scale_to_covar_preci", lambda q, s, **_: _quat_scale_to_covar_preci(q, s, True, False)
     )
@@ -220,7 +229,7 @@ def test_reach_in_torch_equals_the_kernels() -> None:
     on_cpu = noise.reach(20, versions, 2, bound)
     known = [noise._of_step(s) for s in range(19, 3, -1)]
     fade = np.concatenate([[0.0], np.cumsum([k[2] for k in known])]) * (1 + 1e-6) + 1e-5
-    arguments = (rows["means"], rows["scales"], rows["opacities"], versions, 20, 2, known)
+    arguments = (rows["means"], rows["scales"], rows["opacities"], torch.arange(1000), versions, 20, 2, known)
     elsewhere = noise_module._reach(*arguments, bound.log_scales.astype(np.float64), fade)
     torch.testing.assert_close(on_cpu, elsewhere, rtol=1e-6, atol=0)
     assert float((on_cpu > 0).double().mean()) > 0.5

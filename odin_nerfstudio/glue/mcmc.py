@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,6 +48,61 @@ def relocation(opacities: Tensor, scales: Tensor, copies: Tensor) -> tuple[Tenso
     return new.to(opacities.dtype), ((old / total)[:, None] * scales.double()).to(scales.dtype)
 
 
+@dataclass(frozen=True, eq=False)
+class Draw:
+    """Primitives that get copies."""
+
+    sources: Tensor
+    """One for each copy, with repeats. [m] int64."""
+    rows: Tensor
+    """The same without repeats, ascending. [u] int64."""
+    sharing: Tensor
+    """How many primitives share what each of them was: its copies and itself. [u] int64."""
+    opacities: Tensor
+    """Their opacities before. [u] float32."""
+
+    @staticmethod
+    def of(sources: Tensor, opacities: Tensor, whole: bool = True) -> Draw:
+        """sources: [m] int64. opacities: of all primitives [N]; without `whole`, of what `rows` will be [u]."""
+        rows, repeats = torch.unique(sources, return_counts=True)
+        return Draw(sources, rows, repeats + 1, opacities[rows] if whole else opacities)
+
+    def shared(self, log_scales: Tensor, least: float) -> tuple[Tensor, Tensor]:
+        """What sources and copies have in common: logits of the opacity [u] and logarithms of the scales [u, 3].
+
+        log_scales: Of `rows`. [u, 3]. least: Opacities are at least that.
+        """
+        opacities, scales = relocation(self.opacities, torch.exp(log_scales), self.sharing)
+        opacities = opacities.clamp(least, 1.0 - torch.finfo(torch.float32).eps)
+        return torch.logit(opacities), torch.log(scales)
+
+
+def relocations(logits: Tensor, least: float) -> tuple[Tensor, Draw] | None:
+    """Dead primitives, and those that each of them moves onto. logits: of all opacities. [N, 1] float32.
+
+    least: A primitive of at most this opacity is dead.
+
+    Returns:
+        Dead rows, ascending [m] int64, and as many sources; None: none are dead, or all.
+    """
+    opacities = torch.sigmoid(logits.flatten())
+    dead = opacities <= least
+    targets, alive = dead.nonzero().flatten(), (~dead).nonzero().flatten()
+    if len(targets) == 0 or len(alive) == 0:
+        return None
+    return targets, Draw.of(alive[_drawn(opacities[alive], len(targets))], opacities)
+
+
+def growth(logits: Tensor, most: int) -> Draw | None:
+    """Primitives of which copies are added: 5 % of all, up to a total of `most`. logits: [N, 1] float32."""
+    count = logits.shape[0]
+    added = max(0, min(most, int(1.05 * count)) - count)
+    if added == 0:
+        return None
+    opacities = torch.sigmoid(logits.flatten())
+    return Draw.of(_drawn(opacities, added), opacities)
+
+
 class OdinMcmcStrategy(MCMCStrategy):
     """gsplat's strategy without its noise, with the map of parents that the runtime wants of every structural step."""
 
@@ -79,18 +135,17 @@ class OdinMcmcStrategy(MCMCStrategy):
     def _relocate(
         self, params: torch.nn.ParameterDict, optimizers: dict[str, torch.optim.Optimizer], state: MutableMapping
     ) -> int:
-        opacities = torch.sigmoid(params["opacities"].flatten())
-        dead = opacities <= self.min_opacity
-        targets, alive = dead.nonzero().flatten(), (~dead).nonzero().flatten()
-        if len(targets) == 0 or len(alive) == 0:
+        drawn = relocations(params["opacities"].detach(), self.min_opacity)
+        if drawn is None:
             return 0
-        sources = alive[_drawn(opacities[alive], len(targets))]
-        self._share(params, opacities, sources)
+        targets, draw = drawn
+        self._share(params, draw)
+        sources = draw.sources
         for name, parameter in params.items():
             parameter.data[targets] = parameter.data[sources]
             for key, value in optimizers[name].state[parameter].items():
                 if key != "step":
-                    value[sources] = 0
+                    value[draw.rows] = 0
         for value in state.values():
             if isinstance(value, Tensor):
                 value[targets] = value[sources]
@@ -99,13 +154,11 @@ class OdinMcmcStrategy(MCMCStrategy):
     def _grow(
         self, params: torch.nn.ParameterDict, optimizers: dict[str, torch.optim.Optimizer], state: MutableMapping
     ) -> int:
-        count = len(params["means"])
-        added = max(0, min(self.cap_max, int(1.05 * count)) - count)
-        if added == 0:
+        draw = growth(params["opacities"].detach(), self.cap_max)
+        if draw is None:
             return 0
-        opacities = torch.sigmoid(params["opacities"].flatten())
-        sources = _drawn(opacities, added)
-        self._share(params, opacities, sources)
+        self._share(params, draw)
+        sources, added = draw.sources, len(draw.sources)
         _update_param_with_optimizer(
             lambda _name, p: torch.nn.Parameter(torch.cat([p, p[sources]])),
             lambda _key, v: torch.cat([v, v.new_zeros((added, *v.shape[1:]))]),
@@ -117,13 +170,11 @@ class OdinMcmcStrategy(MCMCStrategy):
                 state[name] = torch.cat([value, value[sources]])
         return added
 
-    def _share(self, params: torch.nn.ParameterDict, opacities: Tensor, sources: Tensor) -> None:
+    def _share(self, params: torch.nn.ParameterDict, draw: Draw) -> None:
         """Give the sources the opacity and scales that they will have in common with their copies."""
-        copies = torch.bincount(sources)[sources] + 1
-        shared, scales = relocation(opacities[sources], torch.exp(params["scales"])[sources], copies)
-        shared = shared.clamp(self.min_opacity, 1.0 - torch.finfo(torch.float32).eps)
-        params["opacities"].data[sources] = torch.logit(shared).reshape(-1, *params["opacities"].shape[1:])
-        params["scales"].data[sources] = torch.log(scales)
+        logits, log_scales = draw.shared(params["scales"].detach()[draw.rows], self.min_opacity)
+        params["opacities"].data[draw.rows] = logits[:, None]
+        params["scales"].data[draw.rows] = log_scales
 
 
 def _drawn(weights: Tensor, count: int) -> Tensor:

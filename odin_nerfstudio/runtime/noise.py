@@ -36,6 +36,8 @@ class PositionNoise:
     """Size of the noise in units of the learning rate of the means."""
     seed: int
     opacity_betas: tuple[float, float] = (0.9, 0.999)
+    places: Callable[[], Tensor] | None = None
+    """Row of the whole model of each row, where these are only some of it. [N] int32."""
     _known: dict[int, tuple[int, float, float]] = field(default_factory=dict, init=False)
 
     def _of_step(self, step: int) -> tuple[int, float, float]:
@@ -56,15 +58,25 @@ class PositionNoise:
         )
         return means, scales, quats, logits
 
+    def _rows(self, count: int, device: torch.device) -> Tensor:
+        """What the numbers of rows are drawn for. [N] int32."""
+        return torch.arange(count, dtype=torch.int32, device=device) if self.places is None else self.places()
+
+    def _places(self) -> np.ndarray:
+        """The same for the kernels, to which an empty array says that the rows are all of the model."""
+        return np.empty(0, np.int32) if self.places is None else self.places().numpy()
+
     def add(self, step: int, mask: Tensor | None) -> None:
         """Add the noise of a step to rows that have just got its update. mask [N] uint8; None: all."""
         means, scales, quats, logits = self._tensors()
         key, scale, _ = self._of_step(step)
         if means.device.type == "cpu":
             some = np.empty(0, np.uint8) if mask is None else mask.numpy()
-            kernels.add(means.numpy(), scales.numpy(), quats.numpy(), logits.numpy(), some, np.uint64(key), scale)
+            arrays = (means.numpy(), scales.numpy(), quats.numpy(), logits.numpy(), self._places())
+            kernels.add(*arrays, some, np.uint64(key), scale)
             return
-        moved = moved_means(means, scales, quats, logits, key, scale)
+        rows = self._rows(means.shape[0], means.device)
+        moved = moved_means(means, scales, quats, logits, rows, key, scale)
         means.copy_(moved if mask is None else torch.where(mask[:, None] != 0, moved, means))
 
     def reach(self, step: int, versions: Tensor, least_lag: int, motion: MotionBound) -> Tensor:
@@ -90,11 +102,12 @@ class PositionNoise:
         if means.device.type == "cpu":
             out = np.empty(means.shape[0], np.float32)
             kernels.reach(
-                means.numpy(), scales.numpy(), logits.numpy(), versions.numpy(), step, least_lag,
+                means.numpy(), scales.numpy(), logits.numpy(), self._places(), versions.numpy(), step, least_lag,
                 np.array([k[0] for k in known], np.uint64), np.array([k[1] for k in known]), grow, fade, out,
             )  # fmt: skip
             return torch.from_numpy(out)
-        return _reach(means, scales, logits, versions, step, least_lag, known, grow, fade)
+        rows = self._rows(means.shape[0], means.device)
+        return _reach(means, scales, logits, rows, versions, step, least_lag, known, grow, fade)
 
 
 # The same in torch's operations, for other devices ---------------------------------------------------------------
@@ -111,15 +124,15 @@ def exp(x: Tensor) -> Tensor:
     return p * ((k.long() + 1023) << 52).view(torch.float64)
 
 
-def variates(key: int, rows: int, device: torch.device | str = "cpu") -> Tensor:
-    """z of every row. [rows, 3] float64: mean 0, variance 1, within 6."""
-    index = torch.arange(1, rows * kernels.WORDS + 1, device=device)
+def variates(key: int, rows: Tensor) -> Tensor:
+    """z of rows. rows [N] of any integer type -> [N, 3] float64: mean 0, variance 1, within 6."""
+    index = rows.long()[:, None] * kernels.WORDS + torch.arange(1, kernels.WORDS + 1, device=rows.device)
     z = index * _signed(kernels.GOLDEN) + _signed(key)
     z = (z ^ _shifted(z, 30)) * _signed(kernels.MIX_1)
     z = (z ^ _shifted(z, 27)) * _signed(kernels.MIX_2)
     z = z ^ _shifted(z, 31)
     total = sum((_shifted(z, shift) & 0xFFFF for shift in (0, 16, 32, 48)), torch.zeros_like(z))
-    return (total.reshape(rows, 3, 3).sum(2) + (6 - 6 * 65536)).double() / 65536.0
+    return (total.reshape(-1, 3, 3).sum(2) + (6 - 6 * 65536)).double() / 65536.0
 
 
 def _signed(word: int) -> int:
@@ -137,7 +150,9 @@ def fading(logit: Tensor) -> Tensor:
     return 1.0 / (1.0 + exp(kernels.STEEPNESS * (opacity - kernels.THRESHOLD)))
 
 
-def moved_means(means: Tensor, log_scales: Tensor, quats: Tensor, logits: Tensor, key: int, scale: float) -> Tensor:
+def moved_means(
+    means: Tensor, log_scales: Tensor, quats: Tensor, logits: Tensor, rows: Tensor, key: int, scale: float
+) -> Tensor:
     """Positions after a step's noise: what `PositionNoise.add` leaves, with its bits. [N, 3]."""
     w, x, y, z = quats.double().unbind(1)
     n = 2.0 / (((w * w + x * x) + y * y) + z * z).clamp(min=1e-24)
@@ -146,7 +161,7 @@ def moved_means(means: Tensor, log_scales: Tensor, quats: Tensor, logits: Tensor
         (n * (x * y + w * z), 1.0 - n * (x * x + z * z), n * (y * z - w * x)),
         (n * (x * z - w * y), n * (y * z + w * x), 1.0 - n * (x * x + y * y)),
     )
-    a = variates(key, means.shape[0], means.device).unbind(1)
+    a = variates(key, rows).unbind(1)
     factor = scale * fading(logits[:, 0].double())
     t = [
         ((rotation[0][k] * a[0] + rotation[1][k] * a[1]) + rotation[2][k] * a[2])
@@ -162,6 +177,7 @@ def _reach(
     means: Tensor,
     log_scales: Tensor,
     logits: Tensor,
+    rows: Tensor,
     versions: Tensor,
     step: int,
     least_lag: int,
@@ -173,7 +189,7 @@ def _reach(
     lengths = torch.zeros(means.shape[0], dtype=torch.float64, device=means.device)
     for k in range(int(lag.max()) if lag.numel() else 0):
         key, scale, _ = known[k]
-        length = variates(key, means.shape[0], means.device).norm(dim=1) * scale
+        length = variates(key, rows).norm(dim=1) * scale
         lengths += torch.where(lag > k, length, torch.zeros_like(length))
     logit = logits[:, 0].double() - torch.from_numpy(fade).to(means.device)[lag]
     largest = log_scales.double().amax(1) + torch.from_numpy(grow).to(means.device)[lag]

@@ -67,9 +67,12 @@ def _fading(logit):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(**_OPTIONS)
-def add(means, log_scales, quats, logits, mask, key, scale):  # type: ignore[no-untyped-def]
-    """means[i] += scale fading(o) Sigma z for the rows of the mask (empty: all). Arrays as in `noise.PositionNoise`."""
-    some = mask.shape[0] > 0
+def add(means, log_scales, quats, logits, places, mask, key, scale):  # type: ignore[no-untyped-def]
+    """means[i] += scale fading(o) Sigma z for the rows of the mask (empty: all). Arrays as in `noise.PositionNoise`.
+
+    places: Row of the whole model of each row. [N] int32; empty: the rows are all of it.
+    """
+    some, whole = mask.shape[0] > 0, places.shape[0] == 0
     for i in range(means.shape[0]):
         if (some and mask[i] == 0) or not logits[i, 0] <= SILENT_LOGIT:
             continue
@@ -84,7 +87,8 @@ def add(means, log_scales, quats, logits, mask, key, scale):  # type: ignore[no-
         r00, r01, r02 = 1.0 - n * (y * y + z * z), n * (x * y - w * z), n * (x * z + w * y)
         r10, r11, r12 = n * (x * y + w * z), 1.0 - n * (x * x + z * z), n * (y * z - w * x)
         r20, r21, r22 = n * (x * z - w * y), n * (y * z + w * x), 1.0 - n * (x * x + y * y)
-        a, b, c = _variate(key, i, 0), _variate(key, i, 1), _variate(key, i, 2)
+        row = i if whole else np.int64(places[i])
+        a, b, c = _variate(key, row, 0), _variate(key, row, 1), _variate(key, row, 2)
         factor = scale * _fading(np.float64(logits[i, 0]))
         t0 = ((r00 * a + r10 * b) + r20 * c) * _exp(2.0 * np.float64(log_scales[i, 0])) * factor
         t1 = ((r01 * a + r11 * b) + r21 * c) * _exp(2.0 * np.float64(log_scales[i, 1])) * factor
@@ -95,14 +99,16 @@ def add(means, log_scales, quats, logits, mask, key, scale):  # type: ignore[no-
 
 
 @numba.njit(**_OPTIONS)
-def reach(means, log_scales, logits, versions, step, least_lag, keys, scales, grow, fade, out):  # type: ignore[no-untyped-def]
+def reach(means, log_scales, logits, places, versions, step, least_lag, keys, scales, grow, fade, out):  # type: ignore[no-untyped-def]
     """How far the noise of missing updates can move any coordinate of a row, see `noise.PositionNoise.reach`.
 
     Args:
+        places: As in `add`.
         keys, scales: Of steps step - 1, step - 2, ... [L].
         grow, fade: Largest growth of a log scale and largest fall of an opacity logit, by lag. [L + 1].
         out: [N] float32.
     """
+    whole = places.shape[0] == 0
     for i in range(means.shape[0]):
         lag = max(step - versions[i], least_lag)
         out[i] = np.float32(0)
@@ -111,9 +117,9 @@ def reach(means, log_scales, logits, versions, step, least_lag, keys, scales, gr
         logit = np.float64(logits[i, 0]) - fade[lag]
         if logit > SILENT_LOGIT:
             continue
-        lengths = 0.0
+        lengths, row = 0.0, i if whole else np.int64(places[i])
         for k in range(lag):
-            a, b, c = _variate(keys[k], i, 0), _variate(keys[k], i, 1), _variate(keys[k], i, 2)
+            a, b, c = _variate(keys[k], row, 0), _variate(keys[k], row, 1), _variate(keys[k], row, 2)
             lengths += scales[k] * np.sqrt(a * a + b * b + c * c)
         largest = max(np.float64(log_scales[i, 0]), max(np.float64(log_scales[i, 1]), np.float64(log_scales[i, 2])))
         moved = lengths * _fading(logit) * _exp(2.0 * (largest + grow[lag]))

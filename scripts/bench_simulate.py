@@ -3,11 +3,12 @@
     python scripts/bench_simulate.py validate FOLDER [FOLDER ...] [--shares 0 0.3] [--json FILE]
     python scripts/bench_simulate.py scenes RECORDING [RECORDING ...] [--speed 10] [--json FILE] [--plot FILE]
 
-``validate`` trains a capture with one process, then goes on with two ranks in stretches that alternate between the
-modes, on loopback and on slower links, as bench_sync does, and records that run. The simulator then replays the views
-of each stretch, with the recording's sets and the rate of the link. Compute times are those of the very tasks (``same
-tasks``: a test of everything but these), or are drawn from the barrier stretches only, as overheads are (``drawn``: a
-prediction). Slower links need root and iproute2.
+``validate`` trains a capture with one process, then goes on with two ranks, on loopback and on slower links, as
+bench_sync does: first a recorded calibration, one stretch of each mode, then stretches that alternate between the modes
+and are only timed. The simulator replays the views of each of these, with the calibration's sets and overheads and the
+rate of the link. Compute times are those of the very tasks (``same tasks``: a test of everything but these), or are
+drawn from the calibration (``drawn``: a prediction). ``--kept`` predicts again from what an earlier run kept.
+Slower links need root and iproute2.
 
 ``scenes`` simulates recordings (``odin-simulate record``) on eight devices, in all modes and orders, on several links.
 """
@@ -20,7 +21,7 @@ import shutil
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,21 +29,14 @@ import numpy as np
 import tyro
 from bench_quality import put_between_marks
 from bench_sync import REPOSITORY, hosts, run_ranks, train_checkpoint
+from predicted import RANKS, predictions
 
-from odin_nerfstudio.runtime.recording import (
-    STEP_FIELDS,
-    TASK_FIELDS,
-    Recording,
-    load_recording,
-    mean_without_pauses,
-    seconds_between,
-)
-from odin_nerfstudio.simulation.cluster import MODES, Setup, compare, simulate
+from odin_nerfstudio.runtime.recording import Recording, load_recording
+from odin_nerfstudio.simulation.cluster import MODES, Setup, compare
 from odin_nerfstudio.simulation.network import Link, parse_link
 from odin_nerfstudio.simulation.results import table_rows
 from odin_nerfstudio.simulation.scene import Scene, scene_of
 
-RANKS = 2
 FRAMES = 1448 / 1514
 """Payload of a full Ethernet frame, which is what the token bucket counts."""
 BURST = 256 * 1024 * FRAMES
@@ -71,6 +65,10 @@ class Validate:
     """Links on which messages take this share of the compute time; 0 is loopback."""
     skew_ms: list[float] = field(default_factory=lambda: [0.0])
     """On loopback, also with a sleep in every task, exponentially distributed with this mean."""
+    keep: Path | None = None
+    """Keep recordings and times of the ranks in this folder."""
+    kept: bool = False
+    """The folders are such kept ones: predict again, measure nothing."""
     json: Path | None = None
     """Write all figures here."""
     docs: Path | None = REPOSITORY / "docs" / "simulation.md"
@@ -78,8 +76,15 @@ class Validate:
 
     def run(self) -> None:
         rows: list[dict[str, Any]] = []
-        for scene in self.folders:
-            rows += self._measure(scene.resolve())
+        for folder in self.folders:
+            if self.kept:
+                found = json.loads((folder / "ranks.json").read_text())
+                link = Link(**found["link"])
+                rows += self._predict(
+                    found["scene"], link, found["skew_ms"], found["ranks"], load_recording(folder)
+                )
+            else:
+                rows += self._measure(folder.resolve())
         print(self.table(rows))
         if self.json:
             self.json.write_text(json.dumps(rows, indent=1))
@@ -113,110 +118,47 @@ class Validate:
                         link = Link(f"{rate:.0f} Mbit/s", rate * 1e6 / 8 * FRAMES, 2e-4, BURST)
                     recording = load_recording(folder / "recorded")
                     if share == 0 and skew == 0:
-                        stretches = ranks[0]["stretches"]
+                        stretches = [s for s in ranks[0]["stretches"] if not s.get("recorded")]
                         sent = statistics.median(s["sent"] / s["steps"] for s in stretches)
                         compute = statistics.median(s["compute"] / s["steps"] for s in stretches)
-                    if self.json:
-                        keep = self.json.parent / f"{scene.name}-{share:g}-{skew:g}"
+                    if self.keep:
+                        keep = self.keep / f"{scene.name}-{share:g}-{skew:g}"
                         keep.mkdir(parents=True, exist_ok=True)
                         shutil.copy(folder / "recorded" / "recording.npz", keep)
-                        (keep / "ranks.json").write_text(json.dumps({"ranks": ranks, "link": vars(link)}))
-                    rows += predictions(scene.name, link, skew, ranks, recording)
-                    for row in rows[-len(MODES) :]:
-                        print(json.dumps(row), flush=True)
+                        about = {"scene": scene.name, "link": vars(link), "skew_ms": skew}
+                        (keep / "ranks.json").write_text(json.dumps({**about, "ranks": ranks}))
+                    rows += self._predict(scene.name, link, skew, ranks, recording)
+        return rows
+
+    def _predict(
+        self, scene: str, link: Link, skew: float, ranks: Sequence[dict[str, Any]], recording: Recording
+    ) -> list[dict[str, Any]]:
+        rows = predictions(scene, link, skew, ranks, recording)
+        for row in rows:
+            print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
         return rows
 
     def table(self, rows: Sequence[dict[str, Any]]) -> str:
         """Measured and predicted times as Markdown."""
-        names = " ".join(scene.name for scene in self.folders)
+        names = " ".join(dict.fromkeys(r["scene"] for r in rows))
+        skews = " ".join(f"{skew:g}" for skew in self.skew_ms)
         lines = [
-            f"`python scripts/bench_simulate.py validate {names} --steps {self.steps} --repeats {self.repeats}`",
+            f"`python scripts/bench_simulate.py validate {names} --steps {self.steps} --repeats {self.repeats} "
+            f"--skew-ms {skews}`",
             "",
             "| scene | link | skew | mode | measured ms/step (spread) | predicted, same tasks | predicted, drawn "
-            "| waits measured | predicted |",
-            "| --- " * 9 + "|",
+            "| waits measured | predicted | late measured | predicted |",
+            "| --- " * 11 + "|",
         ]
         for r in rows:
             lines.append(
                 f"| {r['scene']} | {r['link']} | {r['skew_ms']:g} ms | {r['mode']} "
                 f"| {r['measured']:.1f} ({r['spread']:.1f}) | {r['same']:.1f} ({r['same'] / r['measured'] - 1:+.1%}) "
                 f"| {r['drawn']:.1f} ({r['drawn'] / r['measured'] - 1:+.1%}) "
-                f"| {r['wait_measured']:.0%} | {r['wait_predicted']:.0%} |"
+                f"| {r['wait_measured']:.0%} | {r['wait_predicted']:.0%} "
+                f"| {r['late_measured']:.0%} | {r['late_predicted']:.0%} |"
             )
         return "\n".join(lines)
-
-
-class Replayed:
-    """The views of one stretch of the real run."""
-
-    def __init__(self, views: Sequence[Sequence[int]]) -> None:
-        self._views, self.steps, self.views_per_step = views, len(views), len(views[0])
-
-    def view(self, step: int, lane: int) -> int:
-        return self._views[step][lane]
-
-    def rank(self, step: int, lane: int) -> int:
-        return lane * RANKS // self.views_per_step
-
-
-def only_barrier(recording: Recording, stretches: Sequence[dict[str, Any]]) -> Recording:
-    """The recording with the times of barrier stretches only: predictions must not know the other modes' times.
-
-    Only what splitting contributions costs is taken from the other stretches, since a barrier does not split any.
-    """
-    runs = [range(s["first"], s["first"] + s["steps"]) for s in stretches if s["mode"] == "barrier"]
-    steps = [step for run in runs for step in run]
-    tasks = recording.tasks[np.isin(recording.column("step"), steps)]
-    mine = recording.steps[np.isin(recording.step_column("step"), steps)]
-    split = recording.steps[~np.isin(recording.step_column("step"), steps)]
-    own = [(tasks[tasks[:, 3] == rank], mine[mine[:, 1] == rank]) for rank in range(RANKS)]
-    at = {name: k for k, name in enumerate(STEP_FIELDS)}
-    cost = {name: mean_without_pauses(mine[:, at[name]]) for name in ("acquire", "contribute", "publish")}
-    mark = recording.overheads.mark + recording.overheads.bound
-    overheads = replace(
-        recording.overheads, acquire=max(0.0, cost["acquire"] - mark), contribute=cost["contribute"],
-        defer=max(0.0, mean_without_pauses(split[:, at["contribute"]]) - cost["contribute"] - mark),
-        publish=cost["publish"], between=float(np.mean([seconds_between(*one) for one in own])),
-    )  # fmt: skip
-    return Recording(**{**vars(recording), "tasks": tasks, "steps": mine, "overheads": overheads})
-
-
-def predictions(
-    name: str, link: Link, skew_ms: float, ranks: Sequence[dict[str, Any]], recording: Recording
-) -> list[dict[str, Any]]:
-    """One row per mode: measured milliseconds per step and the simulator's."""
-    stretches, views = ranks[0]["stretches"], ranks[0]["views"]
-    scene = scene_of(only_barrier(recording, stretches))
-    scene.structural_every = 0
-    at = {n: k for k, n in enumerate(TASK_FIELDS)}
-    took = {(int(t[at["step"]]), int(t[at["lane"]])): t[at["compute"]] for t in recording.tasks}
-    base = stretches[0]["first"]
-    rows = []
-    for mode in MODES:
-        measured, same, drawn, waits, predicted = [], [], [], [], []
-        for k, one in enumerate(stretches):
-            if one["mode"] != mode:
-                continue
-            first, steps = one["first"] - base, one["steps"]
-            plan = Replayed(views[first : first + steps])
-            setup = Setup(ranks=RANKS, link=link, seed=k, least_steps=steps, epochs=1e-9, reduce="never")
-            start = one["first"]
-            outcome = simulate(scene, plan, setup, mode, seconds=lambda t, start=start: took[(start + t.step, t.lane)])
-            other = simulate(scene, plan, setup, mode)
-            measured.append(1e3 * max(r["stretches"][k]["seconds"] for r in ranks) / steps)
-            same.append(1e3 * outcome.seconds / steps)
-            drawn.append(1e3 * other.seconds / steps)
-            waits.append(float(np.mean([r["stretches"][k].get("wait", 0.0) for r in ranks])) / one["seconds"])
-            predicted.append(outcome.wait_share)
-        rows.append(
-            {
-                "scene": name, "link": link.name, "skew_ms": skew_ms, "mode": mode,
-                "measured": statistics.mean(measured), "spread": max(measured) - min(measured),
-                "same": statistics.mean(same), "drawn": statistics.mean(drawn),
-                "wait_measured": statistics.mean(waits), "wait_predicted": statistics.mean(predicted),
-            }
-        )  # fmt: skip
-    return rows
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""One rank of scripts/bench_simulate.py: alternates modes in one recorded run. Not for direct use."""
+"""One rank of scripts/bench_simulate.py: a recorded calibration, then alternating modes. Not for direct use."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from predicted import STEP_FIELDS
 from sync_worker import add_skew, config_for, start_rank
 
 from odin_nerfstudio.glue.odin_trainer import OdinTrainer
 from odin_nerfstudio.glue.recording import finish_recording
 from odin_nerfstudio.runtime.policies import make_policy
 from odin_nerfstudio.runtime.recorder import Recorder
+from odin_nerfstudio.runtime.telemetry import StepRecord
 
 
 def stretch(trainer: OdinTrainer, mode: str, policy: Any, first: int, steps: int) -> dict[str, Any]:
@@ -23,6 +25,15 @@ def stretch(trainer: OdinTrainer, mode: str, policy: Any, first: int, steps: int
     engine.drain()
     engine.use_policy(policy)
     engine.telemetry.reset()
+    records: list[list[float]] = []
+
+    def keep(record: StepRecord) -> None:
+        records.append([float(getattr(record, name)) for name in STEP_FIELDS])
+        if engine.recorder is not None:
+            engine.recorder.step(record)
+
+    engine.on_step(keep)
+    whole, passes = engine.publisher.whole_steps, engine.publisher.partial_passes
     dist.barrier()
     start = time.monotonic()
     for step in range(first, first + steps):
@@ -30,11 +41,15 @@ def stretch(trainer: OdinTrainer, mode: str, policy: Any, first: int, steps: int
     engine.drain()
     ended = time.monotonic() - start
     dist.barrier()
-    return {**engine.telemetry.summary(), "mode": mode, "first": first, "steps": steps, "seconds": ended}
+    done = {"whole": engine.publisher.whole_steps - whole, "passes": engine.publisher.partial_passes - passes}
+    return {
+        **engine.telemetry.summary(), **done, "mode": mode, "first": first, "steps": steps, "seconds": ended,
+        "records": records,
+    }  # fmt: skip
 
 
 def main() -> None:
-    """Reads a job, runs it, and writes this rank's stretches and, on rank 0, the recording."""
+    """Reads a job, runs it, and writes this rank's stretches and, on rank 0, the recording of the calibration."""
     job = json.loads(Path(sys.argv[1]).read_text())
     place = start_rank()
     config = config_for(job)
@@ -48,28 +63,25 @@ def main() -> None:
     if job["skew_ms"]:
         add_skew(trainer, job["skew_ms"])
     policies = {mode: make_policy(mode) for mode in dict.fromkeys(job["modes"])}
-    step = trainer._start_step
-    # Evidence of every view, caches and connections first; none of it is measured.
-    warm = -(-trainer.runner.plan.views // job["lanes"]) + 2
-    stretch(trainer, "warm", policies[job["modes"][-1]], step, warm)
-    step += warm
+    first = step = trainer._start_step
     recorder, stretches = Recorder(engine), []
+    # Evidence of every view, caches and connections first: an epoch in the last mode, throughput.
+    warm = -(-trainer.runner.plan.views // job["lanes"]) + 2
+    calibration = [(job["modes"][-1], warm), *((mode, job["steps"]) for mode in policies)]
+    for mode, steps in calibration:
+        stretches.append({**stretch(trainer, mode, policies[mode], step, steps), "recorded": True})
+        step += steps
+    stretches[0]["warm"] = True
+    pipeline = trainer.pipeline
+    finish_recording(recorder, engine, pipeline.datamanager, pipeline.seed, Path(job["result"]).with_name("recorded"))
+    engine.recorder = None  # what is predicted does not pay for recording
     for mode in job["modes"] * job["repeats"]:
         stretches.append(stretch(trainer, mode, policies[mode], step, job["steps"]))
         step += job["steps"]
     plan = trainer.runner.plan
-    views = [plan.views_of_step(s).tolist() for s in range(stretches[0]["first"], step)]
-    text = {"stretches": stretches, "views": views, "evidence": _evidence(policies)}
-    pipeline = trainer.pipeline
-    finish_recording(recorder, engine, pipeline.datamanager, pipeline.seed, Path(job["result"]).with_name("recorded"))
+    text = {"stretches": stretches, "views": [plan.views_of_step(s).tolist() for s in range(first, step)]}
     Path(f"{job['result']}.{place.rank}").write_text(json.dumps(text))
     engine.close()
-
-
-def _evidence(policies: dict[str, Any]) -> int:
-    """Views that throughput mode knew at the end."""
-    store = getattr(policies.get("throughput"), "evidence", None)
-    return len(getattr(store, "_views", {}))
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ class Clock:
             if isinstance(spend, Nap):
                 self._asleep[name] = process
                 nap = self._naps[name] = self._number
-                self.at(self.now + spend.seconds, lambda: self._end_nap(name, nap))
+                self.at(self.now + spend.seconds, lambda nap=nap: self._end_nap(name, nap))
                 return
             if spend > 0:
                 self.at(self.now + spend, lambda: self._go_on(name, process))

@@ -15,12 +15,14 @@ from odin_nerfstudio.planning.schedule import Order, Plan, make_plan
 from odin_nerfstudio.runtime.evidence import Shares
 from odin_nerfstudio.runtime.frontier import TaskPlan
 from odin_nerfstudio.runtime.gate import BarrierPolicy, GatePolicy, QualityPolicy
+from odin_nerfstudio.runtime.patience import Patience
 from odin_nerfstudio.runtime.recording import ViewSets
 from odin_nerfstudio.runtime.reduction import Traffic
 from odin_nerfstudio.runtime.shadow import Task
 from odin_nerfstudio.runtime.throughput import DelayLimits, ThroughputPolicy
 from odin_nerfstudio.simulation.clock import Clock
-from odin_nerfstudio.simulation.network import LINKS, Link, Network
+from odin_nerfstudio.simulation.fabric import Fabric, make_network
+from odin_nerfstudio.simulation.network import LINKS, Link
 from odin_nerfstudio.simulation.rank import Job, SimulatedRank
 from odin_nerfstudio.simulation.scene import Scene
 
@@ -35,7 +37,7 @@ class Setup:
     Attributes:
         ranks: Devices.
         views_per_step: Lanes; None: one for each device.
-        link: Between any two devices.
+        link: Between any two devices; a fabric has several kinds.
         epochs: Length of the simulation, in epochs; at least `least_steps` steps.
         least_steps: See there.
         seed: Of the plan and of everything drawn.
@@ -50,7 +52,7 @@ class Setup:
 
     ranks: int = 8
     views_per_step: int | None = None
-    link: Link = LINKS["pcie4"]
+    link: Link | Fabric = LINKS["pcie4"]
     epochs: float = 3.0
     least_steps: int = 30
     seed: int = 0
@@ -166,6 +168,7 @@ def simulate(
     mode: Mode,
     order: str = "given",
     seconds: Callable[[Task], float] | None = None,
+    patience: Sequence[Patience] | None = None,
 ) -> Outcome:
     """Run a plan in a mode. Deterministic in its arguments.
 
@@ -176,6 +179,7 @@ def simulate(
         mode: Of synchronization.
         order: Name of the plan's order, for the outcome.
         seconds: Compute time of a task; None: that of its view, times what the setup and the recording make vary.
+        patience: What each rank has learnt of waiting for whole steps; it goes on learning there. None: nothing yet.
 
     Raises:
         ValueError: The mode is unknown, or the plan does not fit the job.
@@ -186,21 +190,23 @@ def simulate(
         raise ValueError(f"the plan has {plan.views_per_step} views per step, the job {setup.lanes}")
     steps = setup.steps(scene.views) if plan.steps is None else plan.steps
     every = scene.structural_every if setup.structural_every is None else setup.structural_every
-    policies = [_policy(scene, setup, mode) for _ in range(setup.ranks)]
+    policies = [make_simulated_policy(scene, setup, mode) for _ in range(setup.ranks)]
     # Sums of owners carry no evidence, so that the runtime leaves them off where reads may be late, unless told to.
     reduced = (setup.reduce == "always" or not policies[0].max_delay) and _reduces(scene, plan, setup, steps)
     job = Job(
-        setup.ranks, scene, plan, steps, seconds or _seconds(scene, setup), setup.lookahead,
+        setup.ranks, scene, plan, steps, seconds or compute_seconds(scene, setup), setup.lookahead,
         lambda step: every > 0 and (step + 1) % every == 0, reduced,
         setup.linger,
     )  # fmt: skip
     clock = Clock()
     ranks: list[SimulatedRank] = []
-    network = Network(
+    network = make_network(
         clock, setup.ranks, setup.link, lambda source, to, message: ranks[to].exchange.deliver(source, message)
     )
     for number in range(setup.ranks):
         ranks.append(SimulatedRank(number, job, policies[number], clock, network))
+        if patience is not None:
+            ranks[number].frontier.patience = patience[number]
         clock.start(number, ranks[number].process())
     clock.run()
     waits: dict[str, float] = defaultdict(float)
@@ -222,13 +228,14 @@ def simulate(
     )
 
 
-def _policy(scene: Scene, setup: Setup, mode: Mode) -> GatePolicy:
+def make_simulated_policy(scene: Scene, setup: Setup, mode: Mode) -> GatePolicy:
+    """A mode's policy, which knows the evidence of every view."""
     if mode == "throughput":
         return ThroughputPolicy(RecordedEvidence(scene.sets), setup.limits)
     return BarrierPolicy() if mode == "barrier" else QualityPolicy()
 
 
-def _seconds(scene: Scene, setup: Setup) -> Callable[[Task], float]:
+def compute_seconds(scene: Scene, setup: Setup) -> Callable[[Task], float]:
     """Compute time of a task, the same in every mode and order that gives the task that view."""
 
     def seconds(task: Task) -> float:

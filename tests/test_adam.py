@@ -13,7 +13,7 @@ from torch import Tensor
 
 from odin_nerfstudio.runtime import adam, adam_roots
 from odin_nerfstudio.runtime.adam import OdinAdam, cpu_arithmetic, publish_rows
-from odin_nerfstudio.runtime.adam_parts import GradientPart, LiveColumns, step_parts, steps_parts
+from odin_nerfstudio.runtime.adam_parts import AdamTarget, GradientPart, LiveColumns, step_parts, steps_parts
 
 SHAPES = [(1,), (7,), (1, 1), (5, 3), (333, 4), (1000, 15, 3), (70_001, 1), (3, 20_000), ()]
 """Tails of every kind, rows longer than a chunk, a scalar."""
@@ -212,16 +212,21 @@ def test_a_gradient_in_parts_gives_the_bits_of_a_dense_one(share: float) -> None
     mask = (torch.rand(n, generator=generator) < share).to(torch.uint8) if share < 1 else None
     if not steps_parts(*start, betas=(0.9, 0.999)):
         pytest.skip("no kernel has the bits of torch.optim.Adam on this machine")
+    ids = None if mask is None else mask.nonzero().flatten().int()
     rules: dict[str, Any] = {"step": 7, "lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-15}
     p, m, v = expected = [t.clone() for t in start]
     publish_rows(p, m, v, dense, torch.ones(n, dtype=torch.bool) if mask is None else mask, **rules)
     for threads in (1, 2):
         p, m, v = stepped = [t.clone() for t in start]
-        step_parts(p, m, v, parts, mask, threads=threads, **rules)
+        a, b, c = other = [t[:, :3].contiguous() for t in start]
+        step_parts([AdamTarget(p, m, v, parts, **rules), AdamTarget(a, b, c, parts[1:2], **rules)], ids, threads)
         assert all(torch.equal(a, b) for a, b in zip(expected, stepped)), threads
+        a, b, c = alone = [t[:, :3].contiguous() for t in start]
+        step_parts([AdamTarget(a, b, c, parts[1:2], **rules)], ids)
+        assert all(torch.equal(x, y) for x, y in zip(alone, other)) and not torch.equal(a, start[0][:, :3])
     backwards = GradientPart(parts[0].ids.roll(1), parts[0].values, 0, 5)
     with pytest.raises(ValueError, match="ids"):
-        step_parts(p, m, v, [backwards], mask, **rules)
+        step_parts([AdamTarget(p, m, v, [backwards], **rules)], ids)
 
 
 def test_the_square_root_in_kernels_is_torchs() -> None:
@@ -269,7 +274,8 @@ def test_inactive_columns_are_left_out_and_come_back() -> None:
             chosen = torch.rand(n, generator=generator) < (0.2, 0.8)[step % 2]
             for mask in (None,) if step % 3 == 0 else (chosen, ~chosen):
                 rules: dict[str, Any] = {"step": step, "lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-15, "live": live}
-                step_parts(p, m, v, parts, None if mask is None else mask.to(torch.uint8), **rules)
+                chosen_ids = None if mask is None else mask.nonzero().flatten().int()
+                step_parts([AdamTarget(p, m, v, parts, **rules)], chosen_ids)
                 stepped.append(live.of(m, v, 0))
         optimizer.step()
         state = optimizer.state[stock]

@@ -76,72 +76,80 @@ def steps_parts(*tensors: Tensor, betas: tuple[float, float]) -> bool:
     return usual and betas[0] > 0.5 and how is not None and how.root is not None
 
 
-def step_parts(
-    param: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    parts: Sequence[GradientPart],
-    mask: Tensor | None,
-    *,
-    step: float,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    threads: int = 1,
-    live: LiveColumns | None = None,
-) -> None:
-    """One Adam step in place, with the bits of ``torch.optim.Adam`` on a dense gradient: zero plus the parts in order.
+@dataclass(frozen=True)
+class AdamTarget:
+    """A parameter to step, as `steps_parts` wants it, and the numbers of its step."""
+
+    param: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    """[N, ...] each."""
+    parts: Sequence[GradientPart]
+    """The gradient, to be summed in this order. Rows without a part get the step of a zero gradient."""
+    step: float
+    """Number of this step, counted from 1."""
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    live: LiveColumns | None = None
+    """What is known of the moments' columns, where inactive ones should be left out."""
+
+
+def step_parts(targets: Sequence[AdamTarget], ids: Tensor | None, threads: int = 1) -> None:
+    """One Adam step in place, with the bits of ``torch.optim.Adam`` on dense gradients: zero plus the parts in order.
 
     Args:
-        param, exp_avg, exp_avg_sq: Parameter and moments, as `steps_parts` wants them. [N, ...] each.
-        parts: The gradient. Rows without a part get the step of a zero gradient.
-        mask: Rows to step. [N] uint8; None: all.
-        step: Number of this step, counted from 1.
-        lr, betas, eps: As in ``torch.optim.Adam``.
+        targets: Parameters with the same number of rows N.
+        ids: Rows to step, ascending. [n] int32; None: all.
         threads: Threads to spread the rows over. The result does not depend on it.
-        live: What is known of the moments' columns, where inactive ones should be left out.
 
     Raises:
         ValueError: Ids of a part are not ascending, or leave the range of rows.
     """
     how = cpu_arithmetic()
     assert how is not None and how.root is not None
-    n = param.shape[0]
-    if n == 0 or param.numel() == 0:
+    n = targets[0].param.shape[0] if targets else 0
+    wanted = n if ids is None else ids.shape[0]
+    if not wanted:
         return
-    tables = tuple(x.detach().numpy().reshape(n, -1) for x in (param, exp_avg, exp_avg_sq))
-    numbers = StepNumbers.of(step, lr, betas, eps, 1).rounded()
-    flags = np.empty(0, np.uint8) if mask is None else mask.numpy()
-    given = [(p.ids.contiguous(), p.values.detach().contiguous(), p.offset, p.width) for p in parts if p.ids.shape[0]]
-    for ids, _, _, _ in given:
-        if int(ids[0]) < 0 or int(ids[-1]) >= n:
-            raise ValueError(f"parts: ids {int(ids[0])} to {int(ids[-1])} leave the range of {n} rows")
-    addresses = np.array(
-        [(i.data_ptr(), v.data_ptr() + 4 * o, i.shape[0], v.shape[1], w) for i, v, o, w in given], np.int64
-    ).reshape(-1, 5)
-
-    columns = tables[0].shape[1]
-    width = max((w for *_, w in given), default=0)
-    # leaving columns out is an identity only where 0 / eps is a number
-    if live is not None and eps > 0 and np.isfinite(numbers.a[0]):
-        held = live.of(exp_avg, exp_avg_sq, width)
-        # most rows as a whole pass memory as fast as their parts do
-        most = mask is None or 2 * np.count_nonzero(flags) > n
-        columns = columns if most and held else held
-    scalars = np.array([*numbers.moments, *numbers.denominator, numbers.a[0]], np.float32)
-    threads = max(1, min(threads, n // _THREAD_ROWS))
-    cuts = [n * t // threads for t in range(threads + 1)]
-
-    step_range: Any = kernels.step_range
+    facts, numbers, parts, kept = [], [], [], []
+    for target in targets:
+        given = [p for p in target.parts if p.ids.shape[0]]
+        first = len(parts)
+        for part in given:
+            at, values = part.ids.contiguous(), part.values.contiguous()
+            if int(at[0]) < 0 or int(at[-1]) >= n:
+                raise ValueError(f"parts: ids {int(at[0])} to {int(at[-1])} leave the range of {n} rows")
+            kept.append((at, values))
+            address = values.data_ptr() + 4 * part.offset
+            parts.append((at.data_ptr(), address, at.shape[0], values.shape[1], part.width))
+        rounded = StepNumbers.of(target.step, target.lr, target.betas, target.eps, 1).rounded()
+        numbers.append((*rounded.moments, *rounded.denominator, rounded.a[0]))
+        columns = live = target.param.numel() // n
+        # leaving columns out is an identity only where 0 / eps is a number
+        if target.live is not None and target.eps > 0 and np.isfinite(rounded.a[0]):
+            width = max((p.width for p in given), default=0)
+            held = target.live.of(target.exp_avg, target.exp_avg_sq, width)
+            # most rows as a whole pass memory as fast as their parts do
+            live = columns if 2 * wanted > n and held else held
+        addresses = (x.data_ptr() for x in (target.param, target.exp_avg, target.exp_avg_sq))
+        facts.append((*addresses, columns, live, first, len(parts)))
+    rows = np.empty(0, np.int32) if ids is None else ids.numpy()
+    threads = max(1, min(threads, wanted // _THREAD_ROWS))
+    cuts = [wanted * t // threads for t in range(threads + 1)]
+    step_targets: Any = kernels.step_targets
+    tables = (np.array(facts, np.int64), np.array(numbers, np.float32), np.array(parts, np.int64).reshape(-1, 5))
     rounding = (how.fused_lerp, how.fused_square, how.root)
 
     def run(t: int) -> bool:
-        at = np.array([np.searchsorted(ids.numpy(), cuts[t]) for ids, _, _, _ in given], np.int64)
-        return step_range(*tables, columns, flags, addresses, at, scalars, *rounding, cuts[t], cuts[t + 1])
+        end = cuts[t + 1]
+        limit = n if end == wanted else end if ids is None else int(rows[end])
+        return step_targets(*tables, n, *rounding, rows, cuts[t], end, limit)
 
     if threads > 1 and threads not in _pools:
         _pools[threads] = ThreadPoolExecutor(threads - 1, thread_name_prefix="publish")
     others = [_pools[threads].submit(run, t) for t in range(1, threads)]
     done = [run(0), *(other.result() for other in others)]
+    del kept
     if not all(done):
         raise ValueError("parts: ids must ascend within each part")

@@ -125,13 +125,6 @@ def mark_late(versions, ids, step, pending, delay, late, out, n):  # type: ignor
 
 
 @numba.njit(**_OPTIONS)
-def fill_at(target, ids, value):  # type: ignore[no-untyped-def]
-    """target[ids[k]] = value."""
-    for k in range(ids.shape[0]):
-        target[ids[k]] = value
-
-
-@numba.njit(**_OPTIONS)
 def add_known(total, ids, shares, member):  # type: ignore[no-untyped-def]
     """total[ids[k]] += shares[k] where member[ids[k]] is not zero."""
     for k in range(ids.shape[0]):

@@ -111,14 +111,6 @@ def mark_late(
     return n + int(new.shape[0])
 
 
-def fill_at(target: Tensor, ids: Tensor, value: int) -> None:
-    """target[ids[k]] = value. target [N], ids [n] int32."""
-    if on_cpu(target):
-        kernels.fill_at(target.numpy(), ids.numpy(), value)
-    else:
-        target[ids.long()] = value
-
-
 def add(total: Tensor, mass: Mass, member: Tensor) -> None:
     """total[i] += share of i, for rows whose byte in `member` is not zero. total [N] float32, member [N] uint8."""
     ids, shares = mass

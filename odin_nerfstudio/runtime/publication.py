@@ -15,7 +15,7 @@ from torch import Tensor
 
 from odin_nerfstudio.runtime import hazards, rows
 from odin_nerfstudio.runtime.adam import OdinAdam, plain_options, publish_rows
-from odin_nerfstudio.runtime.adam_parts import GradientPart, LiveColumns, step_parts, steps_parts
+from odin_nerfstudio.runtime.adam_parts import AdamTarget, GradientPart, LiveColumns, step_parts, steps_parts
 from odin_nerfstudio.runtime.staging import StepStaging
 from odin_nerfstudio.runtime.store import DenseTerm, RowTable
 
@@ -60,28 +60,37 @@ class Publisher:
         staged.started = True
         self.whole_steps += 1
 
-    def some(self, staged: StepStaging, ahead: int) -> int:
+    def some(self, staged: StepStaging, ahead: int, wanted: Sequence[Tensor] | None = None) -> int:
         """Publish the rows of a step that are at its version and that no lane is pending on; returns how many.
 
-        ahead: complete steps still to be finished before this one, which Adam's own counters do not include yet.
+        Args:
+            ahead: Complete steps still to be finished before this one, which Adam's own counters do not include yet.
+            wanted: Per table the only rows to publish, ascending. [n] int32 each. None: all.
         """
         assert staged.pending is not None
         published = 0
         for k, table in enumerate(self.tables):
-            mask = table.arrays["mask"]
-            count = rows.publishable(table.versions, staged.step, staged.pending[k], mask)
-            if not count:
+            mask, pending = table.arrays["mask"], staged.pending[k]
+            if wanted is None:
+                rows.publishable(table.versions, staged.step, pending, mask)
+                ids = rows.ids_of_mask(mask)
+            else:
+                ids = rows.publishable_of(table.versions, wanted[k], staged.step, pending)
+            if not ids.shape[0]:
                 continue
+            if wanted is not None:
+                mask.zero_()
+                rows.fill_at(mask, ids, 1)
             parts = staged.parts(k)
             if all(_takes_parts(table, name) for name in table.names):
-                self._step_parts(table, staged.step, parts, mask, ahead)
+                self._step_parts(table, staged.step, parts, ids, ahead)
             else:
                 self._step_some(table, staged.step, parts, mask, ahead)
             if table.noise is not None:
                 table.noise.add(staged.step, mask)
-            rows.set_versions(table.versions, mask, staged.step + 1)
-            self.applied_rows += sum(rows.count_inside(mask, ids) for ids, _ in parts)
-            published += count
+            rows.fill_at(table.versions, ids, staged.step + 1)
+            self.applied_rows += sum(rows.count_inside(mask, touched) for touched, _ in parts)
+            published += int(ids.shape[0])
         staged.started = staged.started or published > 0
         self.partial_passes += 1
         return published
@@ -104,9 +113,9 @@ class Publisher:
                 raise RuntimeError(f"step {staged.step} lane {number}: no densification statistics arrived")
 
     def _step_parts(
-        self, table: RowTable, step: int, parts: Sequence[Part], mask: Tensor | None, ahead: int
+        self, table: RowTable, step: int, parts: Sequence[Part], ids: Tensor | None, ahead: int
     ) -> None:
-        """Step all rows, or those of a mask, without a dense gradient."""
+        """Step all rows, or some (ascending), without a dense gradient."""
         layout = table.layout(step)
         given = {
             name: [GradientPart(ids, values, offset, width) for ids, values in parts]
@@ -114,25 +123,27 @@ class Publisher:
         }
         for term in table.dense_terms:
             if term.due(step):
-                for name, ids, values in _rows_of_term(table, term, step, mask):
-                    given[name].append(GradientPart(ids, values, 0, values.shape[1]))
+                for name, touched, values in _rows_of_term(table, term, step, ids):
+                    given[name].append(GradientPart(touched, values, 0, values.shape[1]))
         rates = table.schedule(step)
+        targets = []
         for name in table.names:
             state = table.adam_state(name)
             group = table.optimizers[name].param_groups[0]
-            step_parts(
-                table.parameters[name],
-                state["exp_avg"],
-                state["exp_avg_sq"],
-                given[name],
-                mask,
-                step=int(state["step"]) + ahead + 1,
-                lr=rates[name],
-                betas=group["betas"],
-                eps=group["eps"],
-                threads=torch.get_num_threads(),
-                live=self._live.setdefault((table.name, name), LiveColumns()),
+            targets.append(
+                AdamTarget(
+                    table.parameters[name],
+                    state["exp_avg"],
+                    state["exp_avg_sq"],
+                    given[name],
+                    step=int(state["step"]) + ahead + 1,
+                    lr=rates[name],
+                    betas=group["betas"],
+                    eps=group["eps"],
+                    live=self._live.setdefault((table.name, name), LiveColumns()),
+                )
             )
+        step_parts(targets, ids, torch.get_num_threads())
 
     def _step_whole(self, table: RowTable, step: int, parts: Sequence[Part]) -> None:
         """Step all rows with a dense gradient and the user's optimizers."""
@@ -176,7 +187,8 @@ class Publisher:
                 rows.scatter_add(table.gradient(name), ids, values, offset, width, mask)
         for term in table.dense_terms:
             if term.due(step):
-                for name, ids, values in _rows_of_term(table, term, step, mask):
+                chosen = None if mask is None else rows.ids_of_mask(mask)
+                for name, ids, values in _rows_of_term(table, term, step, chosen):
                     rows.scatter_add(table.gradient(name), ids, values, 0, values.shape[1], None)
 
     def _clear(self, table: RowTable, step: int, parts: Sequence[Part], mask: Tensor | None) -> None:
@@ -205,11 +217,11 @@ def _takes_parts(table: RowTable, name: str) -> bool:
 
 
 def _rows_of_term(
-    table: RowTable, term: DenseTerm, step: int, mask: Tensor | None
+    table: RowTable, term: DenseTerm, step: int, ids: Tensor | None
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """The gradient of a dense term on all rows, or those of a mask: name, ids [n] int32, rows [n, C]."""
-    every = torch.arange(table.count, dtype=torch.int32, device=table.device)
-    ids = every if mask is None else rows.ids_of_mask(mask)
+    """The gradient of a dense term on all rows, or some: name, ids [n] int32, rows [n, C]."""
+    if ids is None:
+        ids = torch.arange(table.count, dtype=torch.int32, device=table.device)
     n = int(ids.shape[0])
     padded = -(-n // _TERM_MULTIPLE) * _TERM_MULTIPLE
     values = {}

@@ -199,8 +199,10 @@ class Recorder:
     def _sweep(self, table: RowTable, step: int) -> float:
         """Publishing no row at all the way in which some are published. [s]"""
         publisher, nothing = self._engine.publisher, torch.zeros_like(table.arrays["mask"])
-        publish = publisher._step_parts if table.device.type == "cpu" else publisher._step_some
-        return _seconds(lambda: publish(table, step, [], nothing, 0), table.device)
+        if table.device.type == "cpu":
+            row = torch.zeros(1, dtype=torch.int32)
+            return _seconds(lambda: publisher._step_parts(table, step, [], row, 0), table.device)
+        return _seconds(lambda: publisher._step_some(table, step, [], nothing, 0), table.device)
 
     def _defer(self, table: RowTable, step: int, ids: Tensor) -> float:
         """Packing and encoding the gradients of some rows as two messages rather than one. [s]"""

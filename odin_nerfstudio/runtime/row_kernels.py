@@ -137,11 +137,22 @@ def publishable(versions, step, pending, out):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(**_OPTIONS)
-def set_versions(versions, mask, value):  # type: ignore[no-untyped-def]
-    """versions[i] = value where mask[i] is not zero."""
-    for i in range(versions.shape[0]):
-        if mask[i] != 0:
-            versions[i] = value
+def publishable_of(versions, ids, step, pending, out):  # type: ignore[no-untyped-def]
+    """`publishable`, of some ids, into out (as long as ids); returns how many."""
+    n = 0
+    for k in range(ids.shape[0]):
+        i = ids[k]
+        if versions[i] == step and pending[i] == 0:
+            out[n] = i
+            n += 1
+    return n
+
+
+@numba.njit(**_OPTIONS)
+def fill_at(target, ids, value):  # type: ignore[no-untyped-def]
+    """target[ids[k]] = value."""
+    for k in range(ids.shape[0]):
+        target[ids[k]] = value
 
 
 @numba.njit(**_OPTIONS)

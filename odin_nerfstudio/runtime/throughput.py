@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from odin_nerfstudio.runtime import mass
+from odin_nerfstudio.runtime import mass, rows
 from odin_nerfstudio.runtime.evidence import Evidence
 from odin_nerfstudio.runtime.gate import OPEN, RAW, Awaited, Decision, DelayedRead, Gate
 from odin_nerfstudio.runtime.staging import Phase, StepStaging
@@ -109,7 +109,7 @@ class ThroughputPolicy:
                 return gate.blocked((0,), before=gate.step - self.limits.max_delay)
             return self._weigh(gate, steps, scratch, late, gate.step - oldest)
         finally:
-            mass.fill_at(scratch.late, late, 0)
+            rows.fill_at(scratch.late, late, 0)
 
     def _weigh(
         self, gate: Gate, steps: list[StepStaging], scratch: _Scratch, late: Tensor, delay: int
@@ -122,9 +122,9 @@ class ThroughputPolicy:
                 mass.add_unknown(total, late, member)
             else:
                 mass.add(total, writer, member)
-        harm, peak, rows = mass.overlap(reader, late, scratch.late, total)
+        harm, peak, count = mass.overlap(reader, late, scratch.late, total)
         for _, writer, _ in self._pending(steps, scratch):
-            mass.fill_at(total, late if writer is None else writer[0], 0)
+            rows.fill_at(total, late if writer is None else writer[0], 0)
         if harm < self.limits.max_overlap and peak <= self.limits.max_impact:
             return Decision(delayed=DelayedRead(gate.view, int(late.shape[0]), delay, harm, peak))
         if reader is None:
@@ -136,8 +136,8 @@ class ThroughputPolicy:
             for task, writer, member in self._pending(steps, scratch)
             if mass.meets(late if writer is None else writer[0], member, total)
         ]
-        mass.fill_at(total, late if reader is None else reader[0], 0)
-        return Decision(RAW, tuple(awaited), rows)
+        rows.fill_at(total, late if reader is None else reader[0], 0)
+        return Decision(RAW, tuple(awaited), count)
 
     def _pending(
         self, steps: list[StepStaging], scratch: _Scratch
@@ -155,6 +155,6 @@ class ThroughputPolicy:
                     assert lane.candidates is not None
                     yield task, writer, lane.candidates[0]
                 else:
-                    mass.fill_at(scratch.member, lane.rest[0], 1)
+                    rows.fill_at(scratch.member, lane.rest[0], 1)
                     yield task, writer, scratch.member
-                    mass.fill_at(scratch.member, lane.rest[0], 0)
+                    rows.fill_at(scratch.member, lane.rest[0], 0)

@@ -6,7 +6,7 @@ import torch
 
 from odin_nerfstudio.runtime import mass, rows
 from odin_nerfstudio.runtime.adam import OdinAdam, publish_rows
-from odin_nerfstudio.runtime.adam_parts import GradientPart, LiveColumns, step_parts, steps_parts
+from odin_nerfstudio.runtime.adam_parts import AdamTarget, GradientPart, LiveColumns, step_parts, steps_parts
 from odin_nerfstudio.runtime.candidates import MotionBound, ViewTest, candidate_ids
 from odin_nerfstudio.runtime.evidence import EvidenceStore, Shares
 from odin_nerfstudio.runtime.noise import PositionNoise
@@ -32,7 +32,8 @@ def warm_up() -> None:
         rows.scatter_add(table, ids, packed, 0, 3, where)
         rows.clear(table, ids, 3, where)
     rows.publishable(versions, 0, out.zero_(), mask)
-    rows.set_versions(versions, mask, 1)
+    rows.publishable_of(versions, ids, 0, out)
+    rows.fill_at(versions, ids, 1)
     rows.count_older(versions, ids, 1)
     rows.count_newer(versions, ids, 1)
     rows.blocked(versions, ids, 1, out)
@@ -46,7 +47,7 @@ def warm_up() -> None:
     late = torch.zeros_like(mask)
     mass.mark_late(versions, ids, 1, mask, 1, late, torch.empty_like(ids), 0)
     for target in (late, total):
-        mass.fill_at(target, ids, 0)
+        rows.fill_at(target, ids, 0)
     mass.add(total, half.mass, mask)
     mass.add_unknown(total, ids, mask)
     mass.meets(ids, mask, total)
@@ -73,5 +74,4 @@ def warm_up() -> None:
         publish_rows(parameter.data, m, v, gradient, which, step=2, lr=1e-3, eps=1e-15)
     if steps_parts(parameter, m, v, betas=(0.9, 0.999)):
         parts = [GradientPart(ids, packed, 0, 3)]
-        live = LiveColumns()
-        step_parts(parameter, m, v, parts, mask, step=3, lr=1e-3, betas=(0.9, 0.999), eps=1e-15, live=live)
+        step_parts([AdamTarget(parameter, m, v, parts, 3, 1e-3, (0.9, 0.999), 1e-15, LiveColumns())], ids)

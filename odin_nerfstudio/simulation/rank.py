@@ -6,7 +6,7 @@ passes, messages carry ids without values, and publication raises versions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -39,14 +39,19 @@ class VersionPublisher(Publisher):
         staged.started = True
         self.whole_steps += 1
 
-    def some(self, staged: StepStaging, ahead: int) -> int:
+    def some(self, staged: StepStaging, ahead: int, wanted: Sequence[Tensor] | None = None) -> int:
         table = self.tables[0]
         assert staged.pending is not None
         mask = table.arrays["mask"]
-        count = rows.publishable(table.versions, staged.step, staged.pending[0], mask)
+        if wanted is None:
+            rows.publishable(table.versions, staged.step, staged.pending[0], mask)
+            ids = rows.ids_of_mask(mask)
+        else:
+            ids = rows.publishable_of(table.versions, wanted[0], staged.step, staged.pending[0])
+        count = int(ids.shape[0])
         self._meter.spend(self._costs.scan)
         if count:
-            rows.set_versions(table.versions, mask, staged.step + 1)
+            rows.fill_at(table.versions, ids, staged.step + 1)
             self._meter.spend(self._costs.sweep + self._costs.publish * count / table.count)
         staged.started = staged.started or count > 0
         self.partial_passes += 1
@@ -181,7 +186,7 @@ class SimulatedRank:
             yield from self._await(step, decision)
             frontier.publish_ready(step)
         if self.policy.partial and frontier.low < step:
-            frontier.publish_some(step)
+            frontier.publish_some(step, ids)
         if frontier.low < step:
             frontier.staging(step - 1).spent += meter.total - reads - (record.publish - published)
         if getattr(decision, "delayed", None) is not None:

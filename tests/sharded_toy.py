@@ -25,7 +25,7 @@ from runtime_toy import Outcome, Toy, ToyPlan, run_ranks
 from torch import Tensor
 
 from odin_nerfstudio.rendering import rasterization
-from odin_nerfstudio.rendering.stages import Projection, StageView, project
+from odin_nerfstudio.rendering.stages import Projection, Splats, StageView, ViewSplats, project
 from odin_nerfstudio.runtime.candidates import ViewTest
 from odin_nerfstudio.runtime.engine import Engine, EngineOptions
 from odin_nerfstudio.runtime.faults import EXIT_CODE, FaultLimits, RankFailure
@@ -65,6 +65,8 @@ class Run(Toy):
 
 class SplatScene:
     """Parameters, optimizers, strategy and cameras; of some rows of the model, or of all."""
+
+    kind: type[ViewSplats] = Splats
 
     def __init__(self, run: Run, rows: Tensor | None = None) -> None:
         self.run = run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from nerfstudio.cameras.cameras import Cameras
@@ -14,7 +14,7 @@ from torch import Tensor
 from odin_nerfstudio.glue.cameras import world_to_camera
 from odin_nerfstudio.glue.splats import ROW_FIELDS, OdinSplats
 from odin_nerfstudio.rendering import rasterization
-from odin_nerfstudio.rendering.stages import Splats
+from odin_nerfstudio.rendering.stages import Projection, Splats, StageView, ViewSplats, project
 
 __all__ = ["ROW_FIELDS", "OdinSplatfactoModel", "OdinSplatfactoModelConfig"]
 
@@ -36,8 +36,10 @@ class OdinSplatfactoModel(OdinSplats):
     """
 
     config: OdinSplatfactoModelConfig  # type: ignore[assignment]
-    remote: Callable[[dict[str, Any]], Splats] | None = None
+    remote: Callable[[dict[str, Any]], ViewSplats] | None = None
     """Where the primitives are sharded: the splats of a view (see ``render``), from whoever owns the primitives."""
+    splat_kind: ClassVar[type[ViewSplats]] = Splats
+    """What ``remote`` gives, and ``project`` makes."""
 
     def get_outputs(self, camera: Cameras) -> dict[str, Tensor | list]:
         """Renders one camera.
@@ -135,6 +137,16 @@ class OdinSplatfactoModel(OdinSplats):
             **view,
         )
         return render, alpha, {}
+
+    def project(self, rows: dict[str, Tensor], view: StageView, step: int) -> Projection:
+        """``render`` up to the pixels, of rows of the primitives as they are at a step."""
+        colors, sh_degree = self.colors_at(rows, step)
+        scales, opacities = self.scales_and_opacities(rows)
+        return project(rows["means"], rows["quats"], scales, opacities, colors, sh_degree, view)
+
+    def renders_depth(self, step: int) -> bool:
+        """Whether the training views of a step are rendered with a depth."""
+        return self.config.output_depth_during_training
 
     def scales_and_opacities(self, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Standard deviations ``[n, 3]`` and opacities ``[n]`` of rows of the primitives, for the rasterizer."""

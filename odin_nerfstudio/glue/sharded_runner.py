@@ -22,7 +22,7 @@ from odin_nerfstudio.glue.step_runner import StepRunner
 from odin_nerfstudio.glue.step_timer import StepTimer
 from odin_nerfstudio.glue.strategies import FedStrategy
 from odin_nerfstudio.glue.tables import model_tables
-from odin_nerfstudio.rendering.stages import Projection, Splats, StageView, project
+from odin_nerfstudio.rendering.stages import Projection, StageView, ViewSplats
 from odin_nerfstudio.runtime.shadow import Task
 from odin_nerfstudio.runtime.sharded.engine import ShardedEngine
 from odin_nerfstudio.runtime.sharded.requests import Requests
@@ -42,20 +42,26 @@ class ModelProjector:
     def __init__(self, model: OdinSplatfactoModel, cameras: Cameras) -> None:
         """cameras: all training views ``[V]``, undistorted, on the CPU."""
         self._model, self._cameras = model, cameras
-        self._known: dict[tuple[int, int], StageView] = {}
+        self._known: dict[tuple[int, int, bool], StageView] = {}
+
+    @property
+    def kind(self) -> type[ViewSplats]:
+        """What kind of splats the model renders."""
+        return self._model.splat_kind
 
     def view(self, step: int, view: int) -> StageView:
         """The camera of a training view, as ``get_outputs`` renders it."""
-        key = (view, self._model.downscale_at(step))
+        downscale, with_depth = self._model.downscale_at(step), self._model.renders_depth(step)
+        key = (view, downscale, with_depth)
         if key not in self._known:
             camera = self._cameras[view : view + 1]
-            camera.rescale_output_resolution(1 / key[1])
+            camera.rescale_output_resolution(1 / downscale)
             self._known[key] = self.stage_view(
                 world_to_camera(camera.camera_to_worlds),
                 camera.get_intrinsics_matrices(),
                 int(camera.width.item()),
                 int(camera.height.item()),
-                self._model.config.output_depth_during_training,
+                with_depth,
             )
         return self._known[key]
 
@@ -66,12 +72,8 @@ class ModelProjector:
         return StageView(matrix, K, width, height, NEAR_PLANE, FAR_PLANE, 0.0, 0.3, with_depth, antialiased)
 
     def project(self, step: int, view: StageView, leaves: Mapping[str, Tensor]) -> Projection:
-        """As ``OdinSplatfactoModel.render`` up to the pixels."""
-        colors, degree = self._model.colors_at(dict(leaves), step)
-        opacities = torch.sigmoid(leaves["opacities"]).squeeze(-1)
-        return project(
-            leaves["means"], leaves["quats"], torch.exp(leaves["scales"]), opacities, colors, degree, view
-        )
+        """As the model's ``render`` up to the pixels."""
+        return self._model.project(dict(leaves), view, step)
 
 
 class ShardedRunner(StepRunner):
@@ -128,7 +130,7 @@ class ShardedRunner(StepRunner):
         )
         strategy.engine = self.engine
         self.requests = Requests(self.engine)
-        self._splats: Splats | None = None
+        self._splats: ViewSplats | None = None
         self._training = threading.get_ident()
         model.remote = self._splats_of
         if transport.world_size > 1:
@@ -145,7 +147,7 @@ class ShardedRunner(StepRunner):
             term, gradient=lambda step, _, values: term.gradient(step, self.engine.owner.total, values)
         )
 
-    def _splats_of(self, view: dict[str, Any]) -> Splats:
+    def _splats_of(self, view: dict[str, Any]) -> ViewSplats:
         """What the model's ``render`` rasterizes: the task's splats or, for any other picture, what owners answer."""
         if self._splats is not None and threading.get_ident() == self._training:
             return self._splats

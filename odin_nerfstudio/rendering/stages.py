@@ -1,6 +1,9 @@
 """The rasterizer as two stages that may run on different ranks: primitives to splats, splats to an image.
 
-A splat travels in `SPLAT_COLUMNS` float32 values: its mean in pixels (2), the shape of its ellipse (3), its opacity
+There is a first and a second stage for each kind of splat: here those of 3D Gaussians, in `surfel_stages` those of
+surfels. What passes between them is a row of float32 values per visible splat, and a row of gradients back.
+
+A Gaussian travels in `SPLAT_COLUMNS` float32 values: its mean in pixels (2), the shape of its ellipse (3), its opacity
 (after compensation, if antialiased), its colour (3), its depth and its radius in pixels. Its gradient comes back in
 `GRADIENT_COLUMNS` values: of the mean (2), of the 2D covariance (3), of the opacity, and of the colours and the depth
 (4). Both stages together give the bits of one call of `rasterization`, images and gradients, also where the primitives
@@ -12,8 +15,9 @@ CPU only so far; on CUDA, gsplat's projection and pixel kernels are the same two
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -67,25 +71,62 @@ def _call(view: StageView, sh_degree: int | None) -> Any:
 
 
 @dataclass(eq=False)
-class Projection:
+class Projection(ABC):
     """The visible splats of some primitives in one view, and the way back to the primitives."""
 
     rows: Tensor
     """Rows of the primitives that are visible, ascending. [V] int64."""
     splats: Tensor
-    """What the other stage needs. [V, SPLAT_COLUMNS] float32, without gradient."""
+    """What the other stage needs. [V, columns of the kind] float32, without gradient."""
     radii: Tensor
     """Their radii in pixels. [V] int32."""
-    _means2d: Tensor
-    _packed: Tensor
 
+    @abstractmethod
     def backward(self, rows: Tensor, gradients: Tensor) -> None:
         """Add to the gradients of the leaves behind the projection; once.
 
         Args:
             rows: Which of the visible splats have a gradient. [m] int64.
-            gradients: What `Splats.gradients` has for them. [m, GRADIENT_COLUMNS] float32.
+            gradients: What the other stage's ``gradients`` has for them. [m, gradient columns of the kind] float32.
         """
+
+    def info(self) -> dict[str, Any]:
+        """After `backward`: entries of gsplat's ``meta``, of the visible splats, that only this stage knows."""
+        return {}
+
+
+class ViewSplats(Protocol):
+    """The splats of a view as leaves of the second stage's graph; a class of these is a kind of splat."""
+
+    columns: ClassVar[int]
+    """Values of a splat that travels."""
+    gradient_columns: ClassVar[int]
+    """Values of its gradient."""
+    has_norms: ClassVar[bool]
+    """The second stage knows the 2D gradients that densification looks at; else the first one does, after backward."""
+
+    def __init__(self, splats: Tensor, view: StageView) -> None: ...
+
+    @property
+    def count(self) -> int:
+        """Splats, V."""
+        ...
+
+    def rasterize(self, *args: Any, **options: Any) -> tuple[Any, ...]:
+        """The images of the kind, and last the part of gsplat's ``meta`` that strategies read."""
+        ...
+
+    def gradients(self) -> Tensor:
+        """What the backward pass left, for `Projection.backward`. [V, gradient_columns] float32."""
+        ...
+
+
+@dataclass(eq=False)
+class _GaussianProjection(Projection):
+    _means2d: Tensor
+    _packed: Tensor
+
+    def backward(self, rows: Tensor, gradients: Tensor) -> None:
         from odin_nerfstudio.rendering.cpu.layout import S_COLOUR, S_OPACITY
 
         packed = torch.zeros_like(self._packed)
@@ -142,11 +183,21 @@ def project(
     splats[:, S_OPACITY + 1 : S_OPACITY + 4] = given[:, S_COLOUR : S_COLOUR + 3]
     splats[:, -2] = depths.detach()[0, rows]
     splats[:, -1] = given[:, S_RADIUS]
-    return Projection(rows, splats, radii[0, rows], means2d, packed)
+    return _GaussianProjection(rows, splats, radii[0, rows], means2d, packed)
+
+
+def check_columns(splats: Tensor, columns: int) -> None:
+    """Raise a ValueError unless splats are float32 [V, columns]."""
+    if splats.dim() != 2 or splats.shape[1] != columns or splats.dtype != torch.float32:
+        raise ValueError(f"splats: {splats.dtype} {tuple(splats.shape)}, expected float32 [V, {columns}]")
 
 
 class Splats:
-    """The splats of a view as leaves of the second stage's graph."""
+    """The Gaussians of a view as leaves of the second stage's graph."""
+
+    columns: ClassVar[int] = SPLAT_COLUMNS
+    gradient_columns: ClassVar[int] = GRADIENT_COLUMNS
+    has_norms: ClassVar[bool] = True
 
     def __init__(self, splats: Tensor, view: StageView) -> None:
         """
@@ -156,8 +207,7 @@ class Splats:
         Raises:
             ValueError: Another shape or dtype.
         """
-        if splats.dim() != 2 or splats.shape[1] != SPLAT_COLUMNS or splats.dtype != torch.float32:
-            raise ValueError(f"splats: {splats.dtype} {tuple(splats.shape)}, expected float32 [V, {SPLAT_COLUMNS}]")
+        check_columns(splats, SPLAT_COLUMNS)
         from odin_nerfstudio.rendering.cpu.layout import SPLAT
         from odin_nerfstudio.rendering.cpu.records import Projected
         from odin_nerfstudio.rendering.cpu.warm import warm_up

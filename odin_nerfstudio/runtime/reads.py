@@ -16,6 +16,7 @@ from odin_nerfstudio.runtime.store import RowTable
 
 MAX_LAG = 16
 """Most updates that a row of a copy may lack; far above any look-ahead."""
+_STILL = MotionBound.steady(0.0, 0.0, (0.9, 0.999), max_lag=0)
 
 
 @dataclass(frozen=True)
@@ -82,19 +83,20 @@ class VisibilityReads:
             test = loosened(test, self.pose.reach(step, view, least_lag))
         motion = self.motion(step)
         extra = None if self.noise is None else self.noise.reach(step, versions, least_lag, motion)
-        _, count = candidate_mask(
-            self.parameters[self.means].detach(),
-            self.parameters[self.scales].detach(),
-            test,
-            motion,
-            versions=versions,
-            step=step,
-            least_lag=least_lag,
-            extra=extra,
-            variance=None if self.variance is None else self.variance(),
-            out=out,
-        )
-        return count
+        return self._mark(test, motion, versions=versions, step=step, least_lag=least_lag, extra=extra, out=out)
+
+    def mark_now(self, test: ViewTest) -> Tensor:
+        """Rows that a camera can see in the state as it is, which need not be a training view's. [N] uint8."""
+        means = self.parameters[self.means]
+        out = torch.empty(means.shape[0], dtype=torch.uint8, device=means.device)
+        self._mark(test, _STILL, out=out)
+        return out
+
+    def _mark(self, test: ViewTest, motion: MotionBound, out: Tensor, **known: Any) -> int:
+        """`candidate_mask` of the parameters. known: versions, step, least_lag, extra."""
+        variance = None if self.variance is None else self.variance()
+        means, scales = self.parameters[self.means].detach(), self.parameters[self.scales].detach()
+        return candidate_mask(means, scales, test, motion, variance=variance, out=out, **known)[1]
 
     def motion(self, step: int) -> MotionBound:
         """Bound of the motion of rows that lack up to `MAX_LAG` updates before a step."""

@@ -24,6 +24,7 @@ are off by 2 u z B, f by 16 u, products by another 4 u, so a centre by 22 u B an
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ from torch import Tensor
 
 from odin_nerfstudio.runtime import surfel_candidate_kernels as kernels
 from odin_nerfstudio.runtime.candidates import MotionBound, ViewTest, camera_box, refuse_lag
-from odin_nerfstudio.runtime.reads import VisibilityReads, loosened
+from odin_nerfstudio.runtime.reads import VisibilityReads
 
 GSPLAT_ROUNDING = np.float32(80 * 2.0**-24)
 """Of squared extents, relative to squared pixel coordinates, in gsplat's CUDA kernels."""
@@ -148,25 +149,11 @@ class SurfelReads(VisibilityReads):
         ValueError: (mark) A row lags by more than `MAX_LAG` steps.
     """
 
-    def mark(self, step: int, view: int, versions: Tensor, least_lag: int, out: Tensor) -> int:
-        if self.noise is not None:
+    def _mark(self, test: ViewTest, motion: MotionBound, out: Tensor, **known: Any) -> int:
+        if known.pop("extra", None) is not None:
             raise ValueError("noise: surfels have no noise on their positions")
-        test = self.view_test(step, view)
-        if self.pose is not None:
-            test = loosened(test, self.pose.reach(step, view, least_lag))
-        means = self.parameters[self.means].detach()
-        _, count = surfel_mask(
-            means,
-            self.parameters[self.scales].detach(),
-            test,
-            self.motion(step),
-            versions=versions,
-            step=step,
-            least_lag=least_lag,
-            exact=means.device.type == "cpu",
-            out=out,
-        )
-        return count
+        means, scales = self.parameters[self.means].detach(), self.parameters[self.scales].detach()
+        return surfel_mask(means, scales, test, motion, exact=means.device.type == "cpu", out=out, **known)[1]
 
 
 def warm_up() -> None:

@@ -201,7 +201,8 @@ class ShardedEngine(Rank):
             late = tuple(Awaited(task.step, -1 - r) for r in everyone if r not in found)
             self._await(task.step, Decision(hazard, late))
         begin = now()
-        merged = MergedView(self._shards.splats.pop(key), self.owner.projector.view(task.step, task.view))
+        projector = self.owner.projector
+        merged = MergedView(self._shards.splats.pop(key), projector.view(task.step, task.view), projector.kind)
         self._open.add(key)
         end = now()
         record.acquire += end - begin
@@ -231,7 +232,9 @@ class ShardedEngine(Rank):
         self.telemetry.enter("updating", task.step)
         facts = {"step": task.step, "lane_number": task.lane, "view": task.view}
         self.telemetry.span("task", mine.started, begin, "main", **facts)
-        norms = norms_of(self.table.statistics, task.step, info, mine.splats.count)
+        norms = None
+        if mine.splats.has_norms:
+            norms = norms_of(self.table.statistics, task.step, info, mine.splats.count)
         self._open.discard(key)
         self._done.add(key)
         packets = mine.merged.gradients(task, norms)

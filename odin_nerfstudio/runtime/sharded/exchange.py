@@ -43,8 +43,6 @@ class ShardExchange(Exchange):
         if rank == self._transport.rank:
             self._put(rank, packet)
             return 0
-        if packet.ids.shape[0] == 0:
-            packet = SplatPacket(packet.step, packet.lane, packet.ids, torch.empty((0, packets.SPLAT_COLUMNS)))
         words = packets.encode_splats(packet)
         self._transport.send([rank], Kind.SPLATS, words)
         return 4 * words.shape[0]
@@ -63,8 +61,6 @@ class ShardExchange(Exchange):
         self._transport.send(ranks, kind, words)
 
     def _put(self, owner: int, packet: SplatPacket) -> None:
-        if packet.ids.shape[0] == 0:
-            packet = SplatPacket(packet.step, packet.lane, packet.ids, torch.empty((0, packets.SPLAT_COLUMNS)))
         found = self.splats.setdefault((packet.step, packet.lane), {})
         if owner in found:
             raise RuntimeError(f"rank {owner} sent its splats of step {packet.step} lane {packet.lane} twice")

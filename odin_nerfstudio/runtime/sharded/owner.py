@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from odin_nerfstudio.rendering.stages import Projection, StageView
+from odin_nerfstudio.rendering.stages import Projection, StageView, ViewSplats
 from odin_nerfstudio.runtime import hazards, rows
 from odin_nerfstudio.runtime.evidence import EvidenceStore
 from odin_nerfstudio.runtime.faults import NonFiniteGradient
@@ -33,6 +33,11 @@ from odin_nerfstudio.runtime.telemetry import Telemetry, now
 
 class Projector(Protocol):
     """How a model's rows become splats."""
+
+    @property
+    def kind(self) -> type[ViewSplats]:
+        """What kind of splats these are."""
+        ...
 
     def view(self, step: int, view: int, /) -> StageView:
         """The camera of a training view at a step."""
@@ -230,9 +235,9 @@ class Owner:
         shadow, projection = kept
         begin = now()
         staged, layout = self._steps[step], self.table.layout(step)
-        statistics = self._statistics(staged, number, shadow, projection, packet)
         if packet.rows.shape[0]:
             projection.backward(packet.rows, packet.gradients)
+        statistics = self._statistics(staged, number, shadow, projection, packet)
         gradients = {n: leaf.grad.contiguous() for n, leaf in shadow.leaves.items() if leaf.grad is not None}
         ordered = [gradients.get(name) for name in layout.names]
         ids, _, values, bad = rows.pack_active(ordered, layout.widths, shadow.ids, None)
@@ -257,13 +262,14 @@ class Owner:
         keeper = self.table.statistics
         if keeper is None or not keeper.wanted(staged.step):
             return None
-        if packet.norms is None:
+        if packet.norms is None and self.projector.kind.has_norms:
             raise RuntimeError(f"step {staged.step} lane {number}: no norms for the densification statistics came back")
         view = self.projector.view(staged.step, staged.views[number])
         info: dict[str, Any] = {"means2d": NO_GRADIENT, "gradient_2dgs": NO_GRADIENT, "radii": projection.radii[None]}
-        info |= {"width": view.width, "height": view.height, "n_cameras": 1}
-        _, norms, radii = keeper.collect(info, packet.count)
-        norms[packet.rows] = packet.norms
+        info |= {"width": view.width, "height": view.height, "n_cameras": self.plan.views_per_step}
+        _, norms, radii = keeper.collect(info | projection.info(), packet.count)
+        if packet.norms is not None:
+            norms[packet.rows] = packet.norms
         return shadow.ids[projection.rows], norms, radii
 
     # -- publication
@@ -326,7 +332,7 @@ class Owner:
             ids: Rows of the table, ascending. [n] int32.
 
         Returns:
-            Places in the whole model of those that the view sees [V] int32, and their splats [V, SPLAT_COLUMNS].
+            Places in the whole model of those that the view sees [V] int32, and their splats [V, C].
         """
         shadow = self._pool.take(ids, 0)
         with torch.no_grad():

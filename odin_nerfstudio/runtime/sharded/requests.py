@@ -9,15 +9,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from odin_nerfstudio.rendering.stages import Splats, StageView
+from odin_nerfstudio.rendering.stages import StageView, ViewSplats
 from odin_nerfstudio.runtime import rows
-from odin_nerfstudio.runtime.candidates import MotionBound, ViewTest, candidate_ids
+from odin_nerfstudio.runtime.candidates import ViewTest
 from odin_nerfstudio.runtime.gate import Decision
 from odin_nerfstudio.runtime.messages import FRAME_WORDS
+from odin_nerfstudio.runtime.reads import VisibilityReads
 from odin_nerfstudio.runtime.sharded import packets
 from odin_nerfstudio.runtime.sharded.engine import ShardedEngine
 from odin_nerfstudio.runtime.sharded.exchange import header
@@ -29,7 +31,6 @@ from odin_nerfstudio.runtime.transport import Kind, Received, empty_message
 CHUNK = 16 << 20
 """Most bytes of rows in one answer."""
 _PATIENCE = 1.0
-_STILL = MotionBound.steady(0.0, 0.0, (0.9, 0.999), max_lag=0)
 
 
 @dataclass(eq=False)
@@ -66,7 +67,7 @@ class Requests:
 
     # -- pictures
 
-    def splats(self, view: StageView, step: int) -> Splats:
+    def splats(self, view: StageView, step: int) -> ViewSplats:
         """The splats of all primitives that a view sees, as each owner has them when it is asked. On rank 0.
 
         step: Which bands of spherical harmonics are switched on. From another thread than the training thread this
@@ -77,7 +78,7 @@ class Requests:
             RuntimeError: The run has failed (in another thread).
         """
         if self._world == 1:  # the viewer and the training thread exclude each other by the trainer's lock
-            return MergedView({0: self._packet(0, view, step)}, view).splats
+            return MergedView({0: self._packet(0, view, step)}, view, self._owner.projector.kind).splats
         with self._lock:
             self._number += 1
             number = self._number
@@ -95,7 +96,7 @@ class Requests:
         finally:
             with self._lock:
                 self._questions.pop(number, None)
-        return MergedView(question.found, view).splats
+        return MergedView(question.found, view, self._owner.projector.kind).splats
 
     def pump(self) -> None:
         """Answer what has been asked, in the training thread, between two steps."""
@@ -131,9 +132,8 @@ class Requests:
     def _packet(self, number: int, view: StageView, step: int) -> SplatPacket:
         owner = self._owner
         test = ViewTest.of(view.viewmat, view.K, view.width, view.height, near=view.near, far=view.far)
-        means, scales = (owner.table.parameters[n].detach() for n in ("means", "scales"))
-        ids = candidate_ids(means, scales, test, _STILL)
-        places, splats = owner.snapshot(view, step, ids)
+        mask = cast(VisibilityReads, owner.table.reads).mark_now(test)
+        places, splats = owner.snapshot(view, step, rows.ids_of_mask(mask))
         return SplatPacket(number, 0, places, splats)
 
     def _take_view(self, received: Received) -> None:

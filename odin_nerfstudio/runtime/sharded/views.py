@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from odin_nerfstudio.rendering.stages import Splats, StageView
+from odin_nerfstudio.rendering.stages import StageView, ViewSplats
 from odin_nerfstudio.runtime.faults import NonFiniteGradient
 from odin_nerfstudio.runtime.shadow import Task
 from odin_nerfstudio.runtime.sharded.packets import GradientPacket, SplatPacket
@@ -24,11 +24,12 @@ NO_GRADIENT: Any = SimpleNamespace(grad=None, absgrad=None)
 class MergedView:
     """All splats of a view, from every owner."""
 
-    def __init__(self, packets: Mapping[int, SplatPacket], view: StageView) -> None:
+    def __init__(self, packets: Mapping[int, SplatPacket], view: StageView, kind: type[ViewSplats]) -> None:
         """packets: of each owner, by rank."""
         self._parts = [(rank, packets[rank].ids.shape[0]) for rank in sorted(packets)]
         ids = torch.cat([packets[rank].ids for rank, _ in self._parts])
-        splats = torch.cat([packets[rank].splats for rank, _ in self._parts])
+        given = [packets[rank].splats for rank, count in self._parts if count]
+        splats = torch.cat(given) if given else torch.empty((0, kind.columns))
         self._place: Tensor | None = None
         if sum(count > 0 for _, count in self._parts) > 1:
             order = torch.argsort(ids)  # ids are unique
@@ -37,7 +38,7 @@ class MergedView:
             ids, splats = ids[order], splats[order]
         self.ids = ids
         """Rows of the whole model, ascending. [V] int32."""
-        self.splats = Splats(splats, view)
+        self.splats = kind(splats, view)
         """What is to be rasterized."""
 
     def gradients(self, task: Task, norms: Tensor | None) -> dict[int, GradientPacket]:
@@ -82,7 +83,7 @@ class ViewTask:
     """When it could start (monotonic clock, seconds)."""
 
     @property
-    def splats(self) -> Splats:
+    def splats(self) -> ViewSplats:
         """What the task rasterizes."""
         return self.merged.splats
 

@@ -3,7 +3,8 @@
     python scripts/bench_modes.py FOLDER [FOLDER ...] [--ranks 2 4] [--seeds 42 43 44] [--json FILE]
 
 Every training is real processes on this machine. ``quality`` is left out: it ends with the bits of ``barrier``
-(tests). ``reckless`` is throughput mode with every bound but the delay lifted: it shows whether the measure can tell.
+(tests). ``throughput:0.1:1`` is throughput mode with other bounds, on the overlap and on the delay. ``reckless`` is
+throughput mode with every bound but the delay lifted: it shows whether the measure can tell.
 Differences are taken at equal seed and ranks; barrier's spread over seeds stands beside them. With several ranks on
 fewer cores, ranks are slowed by each other at random, so more reads are late than on a quiet machine.
 """
@@ -34,7 +35,7 @@ class Options:
     folders: Annotated[list[Path], tyro.conf.Positional]
     """Captures with a COLMAP model."""
     modes: list[str] = field(default_factory=lambda: ["barrier", "throughput", "reckless"])
-    """Modes; barrier first."""
+    """Modes; barrier first. throughput:OVERLAP:DELAY for bounds other than the method's."""
     ranks: list[int] = field(default_factory=lambda: [2])
     """Numbers of ranks, each with as many views per step."""
     seeds: list[int] = field(default_factory=lambda: [42, 43, 44])
@@ -47,24 +48,20 @@ class Options:
     """Order of the views."""
     skew_ms: float = 0.0
     """Have every task sleep, exponentially distributed with this mean: more reads are late."""
-    max_overlap: float | None = None
-    """Throughput's bound on the mass of late reads. Default: the method's."""
-    max_delay: int | None = None
-    """Throughput's bound on the delay. Default: the method's."""
     json: Path | None = None
     """Write all figures here, after every training; trainings that are in it are not repeated."""
     docs: Path | None = REPOSITORY / "docs" / "results.md"
     """Put the table between the marks of this file."""
 
 
-def settings_of(mode: str, options: Options) -> dict[str, Any]:
+def settings_of(mode: str) -> dict[str, Any]:
     """Options of the pipeline for a mode of this script."""
     if mode == "reckless":
         return RECKLESS
-    settings: dict[str, Any] = {"mode": mode}
-    if mode == "throughput":
-        given = {"max_overlap": options.max_overlap, "max_delay": options.max_delay}
-        settings |= {name: value for name, value in given.items() if value is not None}
+    name, *bounds = mode.split(":")
+    settings: dict[str, Any] = {"mode": name}
+    if bounds:
+        settings |= {"max_overlap": float(bounds[0]), "max_delay": int(bounds[1])}
     return settings
 
 
@@ -72,7 +69,7 @@ def train(scene: Path, ranks: int, seed: int, mode: str, options: Options) -> di
     """One training: its row of figures."""
     job = {
         **{"scene": str(scene.resolve()), "downscales": options.downscales, "order": options.order, "seed": seed},
-        **{"views": options.views, "skew_ms": options.skew_ms, "odin": settings_of(mode, options)},
+        **{"views": options.views, "skew_ms": options.skew_ms, "odin": settings_of(mode)},
     }
     with tempfile.TemporaryDirectory() as folder:
         found = run_ranks(job, Path(folder), [[]] * ranks, worker="train_worker.py")

@@ -24,6 +24,8 @@ from gsplat.strategy import DefaultStrategy
 from runtime_toy import Outcome, Toy, ToyPlan, run_ranks
 from torch import Tensor
 
+from odin_nerfstudio.glue.mcmc import OdinMcmcStrategy
+from odin_nerfstudio.glue.mcmc_shard import ShardMcmcStrategy
 from odin_nerfstudio.rendering import rasterization
 from odin_nerfstudio.rendering.stages import Projection, Splats, StageView, ViewSplats, project
 from odin_nerfstudio.runtime.candidates import ViewTest
@@ -31,6 +33,7 @@ from odin_nerfstudio.runtime.engine import Engine, EngineOptions
 from odin_nerfstudio.runtime.faults import EXIT_CODE, FaultLimits, RankFailure
 from odin_nerfstudio.runtime.gloo import GlooTransport
 from odin_nerfstudio.runtime.keyed import derive_seed
+from odin_nerfstudio.runtime.noise import PositionNoise
 from odin_nerfstudio.runtime.policies import make_policy
 from odin_nerfstudio.runtime.reads import MAX_LAG, VisibilityReads
 from odin_nerfstudio.runtime.sharded.engine import ShardedEngine
@@ -59,6 +62,8 @@ class Run(Toy):
     """At this step the last rank says that all shall stop soon."""
     absgrad: bool = True
     antialiased: bool = False
+    relocates: bool = False
+    """Primitives are relocated and added, and get noise (3DGS-MCMC), instead of being split and pruned."""
     scattered: bool = False
     """Owners by turns instead of by position."""
 
@@ -92,6 +97,17 @@ class SplatScene:
         }  # fmt: skip
         self.parameters = torch.nn.ParameterDict({k: torch.nn.Parameter(v) for k, v in values.items()})
         self.optimizers = {k: torch.optim.Adam([p], lr=self.rates[k], eps=1e-15) for k, p in self.parameters.items()}
+        self.noise: PositionNoise | None = None
+        self.strategy: ShardStrategy | ShardMcmcStrategy
+        self.stock: DefaultStrategy | OdinMcmcStrategy
+        if run.relocates:
+            settings = {
+                "cap_max": 2 * n, "refine_start_iter": 3, "refine_every": run.refine_every, "min_opacity": 0.3,
+            }  # fmt: skip
+            self.strategy, self.stock = ShardMcmcStrategy(**settings), OdinMcmcStrategy(**settings)
+            self.state = {}
+            self.noise = PositionNoise(self.parameters, self.schedule, 300.0, run.seed)
+            return
         settings = {
             "prune_opa": 0.08, "grow_grad2d": 0.003, "grow_scale3d": 0.11, "prune_scale3d": 0.15,
             "refine_start_iter": 5, "refine_every": run.refine_every, "reset_every": run.reset_every,
@@ -103,6 +119,8 @@ class SplatScene:
 
     def structural(self, step: int) -> bool:
         s = self.strategy
+        if isinstance(s, OdinMcmcStrategy):
+            return s.acts_at(step)
         return (step > s.refine_start_iter and step % s.refine_every == 0) or step % s.reset_every == 0
 
     def schedule(self, step: int) -> dict[str, float]:
@@ -150,8 +168,8 @@ class SplatScene:
         depth = (image[0, ..., 3:] * (alphas[0].detach() > 0.1)).mean() * 1e-3
         return (((rgb - self.targets[view]) ** 2).mean() + depth) / self.run.lanes
 
-    def surgery(self, step: int, strategy: DefaultStrategy) -> None:
-        strategy.step_post_backward(self.parameters, dict(self.optimizers), self.state, step, {}, packed=False)  # type: ignore[arg-type]
+    def surgery(self, step: int, strategy: Any) -> None:
+        strategy.step_post_backward(self.parameters, dict(self.optimizers), self.state, step, {}, packed=False)
 
 
 class Fed(DefaultStrategy):
@@ -181,9 +199,9 @@ def make_table(scene: SplatScene, total: Any = None) -> RowTable:
     term = elongation if total is None else lambda step, _, values: elongation(step, total(), values)
     return RowTable(
         "primitives", scene.parameters, scene.optimizers,
-        VisibilityReads(scene.parameters, scene.schedule, view_test), scene.schedule, scene.padding, 64,
-        scene.columns, [DenseTerm("elongation", lambda step: step % 4 == 2, term)],
-        DensificationStatistics(scene.state, absgrad=scene.run.absgrad),
+        VisibilityReads(scene.parameters, scene.schedule, view_test, noise=scene.noise), scene.schedule, scene.padding,
+        64, scene.columns, [DenseTerm("elongation", lambda step: step % 4 == 2, term)],
+        None if scene.run.relocates else DensificationStatistics(scene.state, absgrad=scene.run.absgrad), scene.noise,
     )  # fmt: skip
 
 
@@ -246,6 +264,10 @@ def sharded(run: Run, transport: Any) -> ShardedEngine:
     engine.requests = requests = Requests(engine)  # type: ignore[attr-defined]
     watcher = Watcher(requests, scene) if run.watch and transport.rank == 0 else None
     scene.strategy.engine = engine
+    if isinstance(scene.strategy, ShardMcmcStrategy):
+        scene.strategy.requests = requests
+    if scene.noise is not None:
+        scene.noise.places = lambda: engine.owner.ids
     engine.scene = scene  # type: ignore[attr-defined]
     kind, rank, when = [*run.fault.split(":"), "", "-1", "-1"][:3] if run.fault.count(":") == 2 else ("", "-1", "-1")
     rng = np.random.default_rng(transport.rank)

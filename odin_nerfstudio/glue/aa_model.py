@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -44,6 +44,8 @@ class OdinAaModel(OdinSplatfactoModel):
         """splatfacto's modules and the intervals."""
         super().populate_modules()
         self._cameras: tuple[Tensor, Tensor, Tensor] | None = None
+        self._largest: Callable[[float], float] = float
+        self._are_new = False
         if self.config.smooth_3d:
             self._put_intervals(torch.zeros(len(self.gauss_params["means"]), 1))
 
@@ -53,7 +55,8 @@ class OdinAaModel(OdinSplatfactoModel):
     def _find_intervals(self) -> None:
         assert self._cameras is not None
         means = cast(Tensor, self.gauss_params["means"]).detach()
-        self._put_intervals(sampling_intervals(means, *self._cameras, near=NEAR_PLANE)[:, None])
+        found = sampling_intervals(means, *self._cameras, near=NEAR_PLANE, largest=self._largest)
+        self._put_intervals(found[:, None])
 
     @property
     def scales(self) -> Tensor:  # type: ignore[override]
@@ -93,8 +96,15 @@ class OdinAaModel(OdinSplatfactoModel):
             )
             if not bool(self.gauss_params[INTERVALS].any()):  # a resumed run has them
                 self._find_intervals()
+                self._are_new = True
             rule.variance = lambda: FILTER_VARIANCE * self.gauss_params[INTERVALS].detach()[:, 0] ** 2
         return rule
+
+    def share_rows(self, largest: Callable[[float], float]) -> None:
+        """Primitives that no view sees take the largest interval of all ranks' primitives."""
+        self._largest = largest
+        if self.config.smooth_3d and largest(float(self._are_new and self.num_points > 0)):
+            self._find_intervals()
 
     def surgery(self, step: int) -> None:
         """The strategy's step, which knows nothing of the intervals, and new intervals."""

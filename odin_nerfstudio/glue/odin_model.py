@@ -148,6 +148,12 @@ class OdinSplatfactoModel(OdinSplats):
         """Whether the training views of a step are rendered with a depth."""
         return self.config.output_depth_during_training
 
+    def share_rows(self, largest: Callable[[float], float]) -> None:
+        """Told before the first step that these are only some of the model's rows; nothing depends on that here.
+
+        largest: the largest of all ranks' values; collective.
+        """
+
     def scales_and_opacities(self, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Standard deviations ``[n, 3]`` and opacities ``[n]`` of rows of the primitives, for the rasterizer."""
         return torch.exp(rows["scales"]), torch.sigmoid(rows["opacities"]).squeeze(-1)

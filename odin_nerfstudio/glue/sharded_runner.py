@@ -15,6 +15,8 @@ from torch import Tensor
 
 from odin_nerfstudio.glue.agreement import facts_of, require_agreement
 from odin_nerfstudio.glue.cameras import world_to_camera
+from odin_nerfstudio.glue.mcmc import OdinMcmcStrategy
+from odin_nerfstudio.glue.mcmc_shard import ShardMcmcStrategy
 from odin_nerfstudio.glue.odin_model import FAR_PLANE, NEAR_PLANE, OdinSplatfactoModel
 from odin_nerfstudio.glue.odin_pipeline import OdinPipeline
 from odin_nerfstudio.glue.shard_rows import cut_model, rows_of, shard_tree
@@ -23,6 +25,7 @@ from odin_nerfstudio.glue.step_timer import StepTimer
 from odin_nerfstudio.glue.strategies import FedStrategy
 from odin_nerfstudio.glue.tables import model_tables
 from odin_nerfstudio.rendering.stages import Projection, StageView, ViewSplats
+from odin_nerfstudio.runtime.noise import PositionNoise
 from odin_nerfstudio.runtime.shadow import Task
 from odin_nerfstudio.runtime.sharded.engine import ShardedEngine
 from odin_nerfstudio.runtime.sharded.requests import Requests
@@ -34,6 +37,14 @@ from odin_nerfstudio.runtime.transport import Transport
 
 class FedShardStrategy(ShardStrategy, FedStrategy):
     """splatfacto's strategy on a shard."""
+
+
+def shard_strategy(strategy: Any) -> FedShardStrategy | ShardMcmcStrategy:
+    """The strategy of a shard for one of a whole model."""
+    kind: Any = ShardMcmcStrategy if isinstance(strategy, OdinMcmcStrategy) else FedShardStrategy
+    made = kind.like(strategy)
+    made.verbose = False
+    return made
 
 
 class ModelProjector:
@@ -107,11 +118,10 @@ class ShardedRunner(StepRunner):
             rows = (ids, means.shape[0])
             cut_model(model, ids)
         cameras = pipeline.datamanager.train_dataset.cameras
-        strategy = cast(FedShardStrategy, FedShardStrategy.like(cast(FedStrategy, model.strategy)))
-        strategy.verbose = False
-        model.strategy = strategy
+        strategy = shard_strategy(model.strategy)
+        model.strategy = cast(Any, strategy)
         table, *others = model_tables(self.model, optimizers, cameras, start_step, pipeline.seed)
-        if others or table.noise is not None:
+        if others or not isinstance(table.noise, PositionNoise | None):
             raise ValueError("placement sharded trains primitives only; see glue.sharding.refusal")
         table.dense_terms = [self._over_all(term) for term in table.dense_terms]
         self.projector = ModelProjector(model, cameras)
@@ -130,6 +140,12 @@ class ShardedRunner(StepRunner):
         )
         strategy.engine = self.engine
         self.requests = Requests(self.engine)
+        if isinstance(strategy, ShardMcmcStrategy):
+            strategy.requests = self.requests
+        for noise in (table.noise, getattr(table.reads, "noise", None)):
+            if noise is not None:
+                noise.places = lambda: self.engine.owner.ids
+        model.share_rows(self._largest)
         self._splats: ViewSplats | None = None
         self._training = threading.get_ident()
         model.remote = self._splats_of
@@ -140,6 +156,10 @@ class ShardedRunner(StepRunner):
         if transport.rank == 0:
             shares = ", ".join(str(int.from_bytes(c, "little")) for c in counts)
             CONSOLE.log(f"Sharded: {rows[1]} primitives, {shares} by rank (--pipeline.odin.placement)")
+
+    def _largest(self, value: float) -> float:
+        """The largest of all ranks' values; collective."""
+        return max(float(v) for v in self.engine.exchange(repr(value).encode()))
 
     def _over_all(self, term: DenseTerm) -> DenseTerm:
         """A term over this rank's rows, weighted by the number of all."""

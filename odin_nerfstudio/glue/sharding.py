@@ -10,14 +10,14 @@ if TYPE_CHECKING:
 
 def refusal(config: OdinTrainerConfig) -> str | None:
     """Why a job cannot train with sharded primitives, and what to do; ``None``: it can."""
+    from odin_nerfstudio.glue.aa_model import OdinAaModel
+    from odin_nerfstudio.glue.mcmc_model import OdinMcmcModel
     from odin_nerfstudio.glue.odin_model import OdinSplatfactoModel
 
     options, model = config.pipeline.odin, config.pipeline.model
     given: Any = model
-    if model._target is not OdinSplatfactoModel:
-        return f"{config.method_name} renders otherwise than odin-splatfacto; use placement replicated"
-    if getattr(given, "strategy", "default") != "default":
-        return "its strategy relocates primitives across the whole model; use --pipeline.model.strategy default"
+    if model._target not in (OdinSplatfactoModel, OdinAaModel, OdinMcmcModel):
+        return f"owners do not know how {config.method_name} renders and densifies; use placement replicated"
     if given.camera_optimizer.mode != "off":
         return (
             "the gradient of a camera is a sum over all owners, which is not exchanged; use"

@@ -6,6 +6,7 @@ sampling of any training view was never observed; convolved with a Gaussian of t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -22,7 +23,14 @@ MARGIN = 1.15
 _OPTIONS: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy"}
 
 
-def sampling_intervals(means: Tensor, viewmats: Tensor, Ks: Tensor, sizes: Tensor, near: float = 0.01) -> Tensor:
+def sampling_intervals(
+    means: Tensor,
+    viewmats: Tensor,
+    Ks: Tensor,
+    sizes: Tensor,
+    near: float = 0.01,
+    largest: Callable[[float], float] = float,
+) -> Tensor:
     """Smallest distance between neighbouring samples at each position, over the views that see it.
 
     Args:
@@ -31,6 +39,7 @@ def sampling_intervals(means: Tensor, viewmats: Tensor, Ks: Tensor, sizes: Tenso
         Ks: intrinsics in pixels. ``[V, 3, 3]``
         sizes: width and height in pixels. ``[V, 2]``
         near: positions nearer to a camera than this are not seen by it.
+        largest: where these are some positions of a model, its largest value from theirs.
 
     Returns:
         Scene units, ``[N]`` float32; positions that no view sees get the largest value of the others (0 without any).
@@ -43,7 +52,7 @@ def sampling_intervals(means: Tensor, viewmats: Tensor, Ks: Tensor, sizes: Tenso
     else:
         found = _intervals_torch(means.detach(), views.to(means.device), near)
     seen = torch.isfinite(found)
-    return torch.where(seen, found, found[seen].max() if bool(seen.any()) else torch.zeros_like(found[:1]))
+    return torch.where(seen, found, largest(float(found[seen].max()) if bool(seen.any()) else 0.0))
 
 
 def packed_views(viewmats: Tensor, Ks: Tensor, sizes: Tensor) -> Tensor:

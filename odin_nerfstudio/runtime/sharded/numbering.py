@@ -16,6 +16,9 @@ KEPT, DUPLICATED, FIRST_HALF, SECOND_HALF = range(SEGMENTS)
 
 PARENTS, SEGMENT = "odin_parents", "odin_segments"
 """Tensors in a strategy's state during surgery: the old row of each row, and its segment."""
+PLACES = "odin_places"
+"""What a strategy puts into its state where rows have another order: the place of each row in the whole model, [n]
+int32 and ascending, and how many rows that has now."""
 
 _BITS = 64
 _COUNTS = np.array([bin(k).count("1") for k in range(1 << 16)], np.uint8)

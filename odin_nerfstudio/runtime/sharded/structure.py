@@ -6,9 +6,10 @@ from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from odin_nerfstudio.runtime.keyed import keyed_randomness
-from odin_nerfstudio.runtime.sharded.numbering import PARENTS, SEGMENT, SEGMENTS, Masks, new_ids
+from odin_nerfstudio.runtime.sharded.numbering import PARENTS, PLACES, SEGMENT, SEGMENTS, Masks, new_ids
 
 if TYPE_CHECKING:
     from odin_nerfstudio.runtime.sharded.engine import ShardedEngine
@@ -30,14 +31,20 @@ def change_rows(
             surgery()
     finally:
         parents, segments = state.pop(PARENTS), state.pop(SEGMENT)
-    masks = Masks(SEGMENTS, owner.total)
-    old = owner.ids[parents]
-    for segment in range(SEGMENTS):
-        masks.set(segment, old[segments == segment])
-    masks.words = engine.exchange_of_shards.union(masks.words)
+        places: tuple[Tensor, int] | None = state.pop(PLACES, None)
     table.resize(parents, step + 1)
-    ids, total = new_ids(masks, segments, old)
+    ids, total = _numbered(engine, parents, segments) if places is None else places
     owner.take_rows(ids, total, step + 1)
     if owner.evidence is not None:
         owner.evidence.resize(parents, before)
     engine.balance.keep(state, step + 1)
+
+
+def _numbered(engine: ShardedEngine, parents: Tensor, segments: Tensor) -> tuple[Tensor, int]:
+    """Places of this rank's rows in the whole model, and how many that has, after a strategy in gsplat's order."""
+    masks = Masks(SEGMENTS, engine.owner.total)
+    old = engine.owner.ids[parents]
+    for segment in range(SEGMENTS):
+        masks.set(segment, old[segments == segment])
+    masks.words = engine.exchange_of_shards.union(masks.words)
+    return new_ids(masks, segments, old)

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from broken_rules import break_rule
 from gsplat.strategy import DefaultStrategy
 from read_checker import ReadChecker
 from torch import Tensor
@@ -71,6 +72,8 @@ class Toy:
     """A rank and the mean of the random pause before each of its tasks. [s]"""
     check: bool = False
     """Watch every read (`read_checker`)."""
+    broken: str = ""
+    """A rule that is broken on purpose (`broken_rules`)."""
     debug: bool = True
     wide: int = 0
     """Spare columns per primitive, to make messages large."""
@@ -287,6 +290,8 @@ def train(toy: Toy, transport: Any, folder: Path | None = None) -> Engine:
     scene = Scene(toy)
     engine = make_engine(toy, scene, transport)
     engine.scene = scene  # type: ignore[attr-defined]
+    if toy.broken:
+        break_rule(engine, toy.broken)
     checker = ReadChecker(engine, DelayLimits(toy.max_delay, toy.max_overlap, toy.max_impact)) if toy.check else None
     kind, rank, when = [*toy.fault.split(":"), "", "-1", "-1"][:3] if toy.fault.count(":") == 2 else ("", "-1", "-1")
     engine.heard = []  # type: ignore[attr-defined]

@@ -11,10 +11,12 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+import quick_ranks
 import torch
+from broken_rules import FIRST_VISITS, NEVER, TWICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime_toy import Toy, replace, run_ranks, same
+from runtime_toy import Toy, replace, run_ranks, same, train
 
 from odin_nerfstudio.runtime import mass
 from odin_nerfstudio.runtime.evidence import EvidenceStore, Shares
@@ -22,6 +24,7 @@ from odin_nerfstudio.runtime.gate import OPEN, RAW, Gate, QualityPolicy
 from odin_nerfstudio.runtime.staging import Phase, StepStaging
 from odin_nerfstudio.runtime.store import RowTable, ViewRow
 from odin_nerfstudio.runtime.throughput import DelayLimits, ThroughputPolicy
+from odin_nerfstudio.runtime.transport import LocalTransport
 
 USUAL = Toy(mode="throughput", views=16, primitives=200, steps=500, refine_every=100, reset_every=200, check=True)
 SHORT = replace(USUAL, steps=60, refine_every=20, check=False, jitter=0.003, debug=False)
@@ -33,7 +36,7 @@ RUNS = {
         "punctual": replace(SHORT, max_delay=0),
         "careful": replace(SHORT, max_overlap=0.0),
     },
-    4: {"run": replace(USUAL, slow=(2, 0.006), max_delay=1)},
+    4: {"run": replace(USUAL, slow=(2, 0.006), max_delay=1, max_impact=1.0)},  # the bound on the whole overlap binds
 }
 """By number of ranks; one rank is slowed down at random."""
 
@@ -72,6 +75,21 @@ def test_without_delay_or_overlap_it_equals_quality(folders: dict[int, Path]) ->
     quality = torch.load(folders[3] / "quality" / "end.pt")
     for name in ("punctual", "careful"):
         assert same(torch.load(folders[3] / name / "end.pt"), quality) == [], name
+
+
+@pytest.mark.parametrize("rule", [TWICE, NEVER])
+def test_the_checker_notices_a_contribution_that_is_applied_twice_or_never(rule: str, tmp_path: Path) -> None:
+    toy = replace(USUAL, steps=12, refine_every=10)
+    train(toy, LocalTransport(), tmp_path)
+    with pytest.raises(AssertionError, match="step 5"):
+        train(replace(toy, broken=rule), LocalTransport(), tmp_path)
+
+
+def test_the_checker_notices_a_first_visit_that_is_admitted(tmp_path: Path) -> None:
+    quick_ranks.start_server("quick_ranks")
+    toy = replace(USUAL, steps=60, refine_every=20, slow=(1, 0.006), broken=FIRST_VISITS)
+    outcome = run_ranks(3, tmp_path, {"run": toy}, start="forkserver")
+    assert any("max_overlap" in text for text in outcome.errors.values()), (outcome.codes, outcome.failures)
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ def run_ranks(
             environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": address, "MASTER_PORT": port}
             environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         if prefix:
-            environment["GLOO_SOCKET_IFNAME"] = f"odinb{rank}"
+            environment["GLOO_SOCKET_IFNAME"] = f"odinb{prefix[-1][-1]}"  # that of the host
         log = (folder / f"log.{rank}").open("w")
         command = [*prefix, sys.executable, str(SCRIPTS / worker), str(file)]
         processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))

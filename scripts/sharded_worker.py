@@ -79,9 +79,11 @@ def main() -> None:
         result["stretches"] = []
         policies = {mode: make_policy(mode) for mode in job["modes"]}
         for mode in [job["modes"][-1], *job["modes"] * job["repeats"]]:  # the first stretch warms up and is dropped
-            result["stretches"].append(stretch(trainer, policies[mode], step, steps))
+            result["stretches"].append({**stretch(trainer, policies[mode], step, steps), "first": step})
             step += steps
         del result["stretches"][0]
+        result["first"] = first[0] + steps
+        result["views"] = [trainer.runner.plan.views_of_step(s).tolist() for s in range(result["first"], step)]
     result |= memory()
     Path(f"{job['result']}.{place.rank}").write_text(json.dumps(result))
     engine.close()

@@ -16,6 +16,7 @@ from nerfstudio.utils import writer
 from nerfstudio.utils.rich_utils import CONSOLE
 
 from odin_nerfstudio.glue.odin_trainer import OdinTrainer, OdinTrainerConfig
+from odin_nerfstudio.glue.record_stages import measure_stages
 from odin_nerfstudio.glue.recording import FILE, write_recording
 from odin_nerfstudio.runtime import contributions, rows
 from odin_nerfstudio.runtime.messages import Contribution
@@ -48,8 +49,10 @@ def record_checkpoint(load_config: Path, output: Path, repeats: int = 2, block: 
         _render_views(trainer, recorder, repeats)
         sets, tasks = dict(recorder.sets), np.array(recorder.tasks)
         recorder.tasks.clear()
+        stages = measure_stages(trainer, dict(zip(tasks[:, 2].astype(int).tolist(), tasks[:, 9].tolist())))
         _take_steps(trainer)
         part = recorder.part()
+        part.stages = stages
         part.sets, part.tasks = sets, tasks
         part.text |= {"how": f"checkpoint at step {trainer._start_step - 1}", "mode": "none"}
         pipeline = trainer.pipeline

@@ -60,6 +60,7 @@ def write_recording(
     scene = Path(str(datamanager.config.dataparser.data)).resolve().name
     recording.text |= {"source": rlg.source, "scene": scene}
     means = engine.tables[0].parameters["means"].detach().cpu().numpy().astype(np.float64)
+    recording.means = means.astype(np.float32)
     recording = compress(recording, means, block)
     save_recording(recording, path)
     CONSOLE.log(

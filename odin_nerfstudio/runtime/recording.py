@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from odin_nerfstudio.runtime.stage_costs import StageCosts
+
 FORMAT = 1
 EXACT_IDS = 20_000_000
 """Most ids, over all sets, up to which rows are primitives."""
@@ -100,6 +102,8 @@ class Recording:
         rlg: Arrays of the Relative Locality Graph (``indptr``, ``indices``, ``data``, ``unknown``, ``sizes``), or
             empty.
         text: What was recorded, by key: ``source`` of the graph, ``mode``, ``how``, ``scene``.
+        means: Mean position of the primitives of each row, or no rows where it is unknown. [rows or 0, 3] float32
+        stages: Times of the parts of a view (placement sharded); None where they were not measured.
     """
 
     primitives: int
@@ -116,6 +120,8 @@ class Recording:
     views_per_step: int = 1
     rlg: dict[str, np.ndarray] = field(default_factory=dict)
     text: dict[str, str] = field(default_factory=dict)
+    means: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.float32))
+    stages: StageCosts | None = None
 
     def column(self, name: str) -> np.ndarray:
         """A column of `tasks` by name. [T] float64"""
@@ -151,6 +157,7 @@ def pack_recording(recording: Recording) -> bytes:
         "format": FORMAT, "primitives": recording.primitives, "columns": recording.columns, "views": recording.views,
         "structural_every": recording.structural_every, "statistics": recording.statistics, "ranks": recording.ranks,
         "views_per_step": recording.views_per_step, "overheads": vars(recording.overheads), "text": recording.text,
+        "stages": None if recording.stages is None else recording.stages.as_dict(),
     }  # fmt: skip
     out = io.BytesIO()
     np.savez_compressed(
@@ -160,6 +167,7 @@ def pack_recording(recording: Recording) -> bytes:
         candidate_start=_starts([s.candidates for s in sets]), active_start=_starts([s.active for s in sets]),
         candidates=_gaps([s.candidates for s in sets]), active=_gaps([s.active for s in sets]),
         counts=_joined([s.counts for s in sets], np.int32), mass=_joined([s.mass for s in sets], np.float32),
+        means=recording.means.astype(np.float32),
         **{f"rlg_{name}": value for name, value in recording.rlg.items()},
     )  # fmt: skip
     return out.getvalue()
@@ -195,12 +203,14 @@ def load_recording(source: Path | bytes) -> Recording:
             np.cumsum(data["candidates"][a:b], dtype=np.int32), np.cumsum(data["active"][c:d], dtype=np.int32),
             data["counts"][c:d], data["mass"][c:d], int(data["visible"][k]),
         )  # fmt: skip
+    stages = settings.get("stages")
     return Recording(
         primitives=settings["primitives"], row_sizes=data["row_sizes"], columns=settings["columns"],
         views=settings["views"], sets=sets, tasks=data["tasks"], steps=data["steps"],
         overheads=Overheads(**settings["overheads"]), structural_every=settings["structural_every"],
         statistics=settings["statistics"], ranks=settings["ranks"], views_per_step=settings["views_per_step"],
         rlg={key[4:]: value for key, value in data.items() if key.startswith("rlg_")}, text=settings["text"],
+        means=data.get("means", np.zeros((0, 3), np.float32)), stages=stages and StageCosts.from_dict(stages),
     )  # fmt: skip
 
 
@@ -250,10 +260,13 @@ def compress(recording: Recording, means: np.ndarray, block: int | None = None) 
     if block == 1:
         return recording
     of = spatial_blocks(means, block)
+    sizes = np.bincount(of)
+    middle = np.stack([np.bincount(of, weights=axis) for axis in means.T], 1) / sizes[:, None]
     return Recording(
         **{
             **vars(recording),
-            "row_sizes": np.bincount(of).astype(np.int32),
+            "row_sizes": sizes.astype(np.int32),
+            "means": middle.astype(np.float32),
             "sets": {view: in_blocks(sets, of) for view, sets in recording.sets.items()},
         }
     )

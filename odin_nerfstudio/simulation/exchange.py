@@ -14,6 +14,7 @@ from odin_nerfstudio.runtime.messages import FRAME_WORDS, Contribution, Section
 from odin_nerfstudio.runtime.reduction import OwnerReducer, share_for
 from odin_nerfstudio.runtime.shadow import Task
 from odin_nerfstudio.simulation.clock import Clock
+from odin_nerfstudio.simulation.fabric import FabricNetwork
 from odin_nerfstudio.simulation.network import Network
 from odin_nerfstudio.simulation.scene import Scene
 
@@ -33,7 +34,15 @@ class Arrival:
 class SimulatedExchange:
     """One rank's side of all messages."""
 
-    def __init__(self, number: int, ranks: int, scene: Scene, frontier: Frontier, clock: Clock, network: Network):
+    def __init__(
+        self,
+        number: int,
+        ranks: int,
+        scene: Scene,
+        frontier: Frontier,
+        clock: Clock,
+        network: Network | FabricNetwork,
+    ) -> None:
         self.number, self._ranks, self._scene = number, ranks, scene
         self._frontier, self._clock, self._network = frontier, clock, network
         self._peers = [r for r in range(ranks) if r != number]

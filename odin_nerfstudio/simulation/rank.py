@@ -22,6 +22,7 @@ from odin_nerfstudio.runtime.store import RowTable
 from odin_nerfstudio.runtime.telemetry import Telemetry
 from odin_nerfstudio.simulation.clock import Clock, Nap, Process
 from odin_nerfstudio.simulation.exchange import SimulatedExchange
+from odin_nerfstudio.simulation.fabric import FabricNetwork
 from odin_nerfstudio.simulation.network import Network
 from odin_nerfstudio.simulation.scene import Meter, Scene, stand_in
 
@@ -112,7 +113,9 @@ class Job:
 class SimulatedRank:
     """A rank; `process` is its course."""
 
-    def __init__(self, number: int, job: Job, policy: GatePolicy, clock: Clock, network: Network) -> None:
+    def __init__(
+        self, number: int, job: Job, policy: GatePolicy, clock: Clock, network: Network | FabricNetwork
+    ) -> None:
         self.number, self.job, self.policy, self._clock = number, job, policy, clock
         self._meter = Meter()
         self.table = stand_in(job.scene, self._meter)

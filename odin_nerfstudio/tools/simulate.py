@@ -26,7 +26,10 @@ class SimulateCommand:
     views_per_step: int | None = None
     """Views per optimizer step over all devices. Default: one for each device."""
     link: list[str] = field(default_factory=lambda: ["pcie4"])
-    """Links between the devices: nvlink, pcie4, 100gbe, none, or BANDWIDTH[,LATENCY] such as 25GB/s,10us."""
+    """Links between the devices: nvlink, pcie4, 100gbe, none, or BANDWIDTH[,LATENCY] such as 25GB/s,10us; in nodes of 8
+    devices: nvlink+ib, pcie4+100gbe."""
+    placement: Literal["replicated", "sharded"] = "replicated"
+    """Where primitives live, see --pipeline.odin.placement; sharded needs a recording of a checkpoint."""
     mode: list[Literal["barrier", "quality", "throughput"]] = field(
         default_factory=lambda: ["barrier", "quality", "throughput"]
     )
@@ -72,29 +75,38 @@ class SimulateCommand:
         from odin_nerfstudio.runtime.recording import load_recording
         from odin_nerfstudio.runtime.throughput import DelayLimits
         from odin_nerfstudio.simulation.cluster import Setup, compare
-        from odin_nerfstudio.simulation.network import parse_link
+        from odin_nerfstudio.simulation.fabric import parse_fabric
         from odin_nerfstudio.simulation.results import draw, print_table, table_rows
         from odin_nerfstudio.simulation.scene import scene_of
+        from odin_nerfstudio.simulation.sharded import compare_sharded
+        from odin_nerfstudio.simulation.shards import sharded_scene_of
 
         recording = load_recording(self.trace)
-        scene = scene_of(recording).faster(self.speed, self.overhead_speed)
+        sharded = None
+        if self.placement == "sharded":
+            sharded = sharded_scene_of(recording).faster(self.speed, self.overhead_speed)
+        scene = scene_of(recording).faster(self.speed, self.overhead_speed) if sharded is None else sharded.scene
         name = recording.text.get("scene", "") or self.trace.resolve().stem
         rows, assumptions = [], list(scene.assumptions)
         for text in self.link:
             setup = Setup(
-                ranks=self.ranks, views_per_step=self.views_per_step, link=parse_link(text), epochs=self.epochs,
+                ranks=self.ranks, views_per_step=self.views_per_step, link=parse_fabric(text), epochs=self.epochs,
                 seed=self.seed, skew=self.skew, lookahead=self.lookahead,
                 limits=DelayLimits(self.max_delay, self.max_overlap, self.max_impact),
                 structural_every=self.structural_every, reduce=self.reduce, linger=self.linger,
             )  # fmt: skip
-            rows += table_rows(name, scene, setup, compare(scene, setup, self.mode, self.order))
+            if sharded is None:
+                outcomes = compare(scene, setup, self.mode, self.order)
+            else:
+                outcomes = compare_sharded(sharded, setup, self.mode, self.order)
+            rows += [{**row, "placement": self.placement} for row in table_rows(name, scene, setup, outcomes)]
             assumptions += [a for a in setup.assumptions() if a not in assumptions]
-        print_table(f"{name}: {self.ranks} devices", rows, assumptions)
+        print_table(f"{name}: {self.ranks} devices, {self.placement}", rows, assumptions)
         if self.json is not None:
             numbers = {"trace": str(self.trace), "rows": rows, "assumptions": assumptions}
             self.json.write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
         if self.plot is not None:
-            draw(rows, self.plot, f"{name}: {self.ranks} devices, simulated")
+            draw(rows, self.plot, f"{name}: {self.ranks} devices, {self.placement}, simulated")
 
 
 @dataclass

@@ -1,4 +1,8 @@
-"""The surfel rasterizer as one differentiable step from primitives to images."""
+"""The surfel rasterizer as two differentiable steps: `Project` makes records of primitives, `Blend` images of these.
+
+Between the steps runs one tensor with a row per visible (camera, primitive), the record of `surfel_layout`; the columns
+of its gradient are those of a row of sums there, which is as wide.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +25,8 @@ def _array(tensor: Tensor) -> Array:
     return tensor.detach().contiguous().numpy()
 
 
-class _Call:
-    """What forward and backward of one call share, beside tensors."""
+class Call:
+    """What the two steps of one call share, beside tensors."""
 
     def __init__(self, settings: Settings, cameras: list[Array], per_camera_colors: bool) -> None:
         self.settings = settings
@@ -30,7 +34,13 @@ class _Call:
         self.per_camera_colors = per_camera_colors
         self.surfels: list[Surfels] = []
         self.tiles: list[Tiles] = []
-        self.centres: Tensor | None = None  # `means2d` of the results, which gets `absgrad`
+        self.starts: list[int] = [0]  # where each camera's records start
+        self.centres: Tensor | None = None  # `means2d` of the results, which gets `absgrad` if it is wanted
+
+    def add(self, surfels: Surfels) -> None:
+        """Append one camera's projection."""
+        self.surfels.append(surfels)
+        self.starts.append(self.starts[-1] + len(surfels.records))
 
     def color_array(self, colors: Tensor) -> Array:
         """Colours as (C or 1, N, K, channels), K = 1 for final values."""
@@ -52,44 +62,89 @@ class _Call:
         return background
 
 
-class _Rasterize(torch.autograd.Function):
+class Project(torch.autograd.Function):
+    """Records of the visible surfels of all cameras. `densify` [C, N, 2] gets gsplat's ``gradient_2dgs``."""
+
     @staticmethod
     def forward(
         ctx: Any,
-        call: _Call,
-        absgrad: bool,
+        call: Call,
         densify: Tensor,
         means: Tensor,
         quats: Tensor,
         scales: Tensor,
         opacities: Tensor,
         colors: Tensor,
-        backgrounds: Tensor | None,
-    ) -> tuple[Tensor, ...]:
-        settings, cameras = call.settings, len(call.cameras)
+    ) -> Tensor:
         inputs = [_array(t) for t in (means, quats, scales, opacities)] + [call.color_array(colors)]
-        size = (cameras, settings.height, settings.width)
-        outputs = [empty((*size, channels)) for channels in (settings.channels, 1, 3, 1, 1)]
-        background = call.background(backgrounds)
-        records: list[SurfelsBlended] = []
         for k, camera in enumerate(call.cameras):
-            surfels = surfel_scene.project(call.primitives(inputs, k), settings, camera)
+            call.add(surfel_scene.project(call.primitives(inputs, k), call.settings, camera))
+        parts = [surfels.records for surfels in call.surfels]
+        records = torch.from_numpy(parts[0] if len(parts) == 1 else np.concatenate(parts))
+        ctx.call = call
+        ctx.save_for_backward(means, quats, scales, opacities, colors, records)
+        return records
+
+    @staticmethod
+    def backward(ctx: Any, sums: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        call: Call = ctx.call
+        means, quats, scales, opacities, colors, records = ctx.saved_tensors
+        count, cameras = len(means), len(call.cameras)
+        inputs = [_array(t) for t in (means, quats, scales, opacities)] + [call.color_array(colors)]
+        outputs = [empty(a.shape) for a in inputs]
+        v_densify, absolute = np.zeros((cameras, count, 2), np.float32), np.zeros((cameras, count, 2), np.float32)
+        for k, camera in enumerate(call.cameras):
+            part = slice(call.starts[k], call.starts[k + 1])
+            surfel_scene.project_backward(
+                call.primitives(inputs, k),
+                call.settings,
+                camera,
+                call.surfels[k].projected.rows,
+                records.numpy()[part],
+                _array(sums)[part],
+                call.primitives(outputs, k),
+                k > 0,
+                k > 0 and not call.per_camera_colors,
+                v_densify[k],
+                absolute[k],
+            )
+        if call.centres is not None:
+            call.centres.absgrad = torch.from_numpy(absolute)  # type: ignore[attr-defined]
+        v_colors = outputs[4] if call.per_camera_colors else outputs[4][0]
+        return (
+            None,
+            torch.from_numpy(v_densify),
+            *map(torch.from_numpy, outputs[:4]),
+            torch.from_numpy(v_colors).view(colors.shape),
+        )
+
+
+class Blend(torch.autograd.Function):
+    """Images of records: colours, opacities, normals, distortion and median depth, [C, H, W, channels] each."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, records: Tensor, backgrounds: Tensor | None) -> tuple[Tensor, ...]:
+        settings = call.settings
+        size = (len(call.cameras), settings.height, settings.width)
+        outputs = [empty((*size, channels)) for channels in (settings.channels, 1, 3, 1, 1)]
+        packed, background = records.detach().numpy(), call.background(backgrounds)
+        blended: list[SurfelsBlended] = []
+        for k, surfels in enumerate(call.surfels):
             tiles = scene.sort_into_tiles(surfels.projected, settings)
-            call.surfels.append(surfels)
             call.tiles.append(tiles)
-            records.append(surfel_scene.blend(surfels.records, tiles, settings, background[k], _images(outputs, k)))
-        ctx.call, ctx.absgrad, ctx.records = call, absgrad, records
-        ctx.save_for_backward(means, quats, scales, opacities, colors, backgrounds)
+            part = packed[call.starts[k] : call.starts[k + 1]]
+            blended.append(surfel_scene.blend(part, tiles, settings, background[k], _images(outputs, k)))
+        # What was blended belongs to this step alone: `info` keeps the other one, and its call, alive.
+        ctx.call, ctx.blended = call, blended
+        ctx.save_for_backward(records, backgrounds)
         ctx.set_materialize_grads(False)
         return tuple(map(torch.from_numpy, outputs))
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
-        call: _Call = ctx.call
-        means, quats, scales, opacities, colors, backgrounds = ctx.saved_tensors
-        settings, count, cameras = call.settings, len(means), len(call.cameras)
-        inputs = [_array(t) for t in (means, quats, scales, opacities)] + [call.color_array(colors)]
-        outputs = [empty(a.shape) for a in inputs]
+        call: Call = ctx.call
+        records, backgrounds = ctx.saved_tensors
+        settings, cameras = call.settings, len(call.cameras)
         size = (cameras, settings.height, settings.width)
         with_geometry = any(g is not None for g in incoming[2:])
         gradients = [
@@ -98,45 +153,21 @@ class _Rasterize(torch.autograd.Function):
             else _array(g)
             for k, (channels, g) in enumerate(zip((settings.channels, 1, 3, 1, 1), incoming))
         ]
-        background = call.background(backgrounds)
-        v_densify, absolute = np.zeros((cameras, count, 2), np.float32), np.zeros((cameras, count, 2), np.float32)
+        packed, background = records.numpy(), call.background(backgrounds)
         v_backgrounds = np.zeros((cameras, 4))
-        for k, (camera, surfels, tiles, record) in enumerate(
-            zip(call.cameras, call.surfels, call.tiles, ctx.records)
-        ):
-            images = _images(gradients, k)
-            sums = surfel_scene.blend_backward(
-                surfels.records, tiles, record, settings, background[k], images, with_geometry
+        sums: list[Array] = []
+        for k, blended in enumerate(ctx.blended):
+            images, part = _images(gradients, k), packed[call.starts[k] : call.starts[k + 1]]
+            tiles = call.tiles[k]
+            sums.append(
+                surfel_scene.blend_backward(part, tiles, blended, settings, background[k], images, with_geometry)
             )
-            surfel_scene.project_backward(
-                call.primitives(inputs, k),
-                settings,
-                camera,
-                surfels.projected.rows,
-                surfels.records,
-                sums,
-                call.primitives(outputs, k),
-                k > 0,
-                k > 0 and not call.per_camera_colors,
-                v_densify[k],
-                absolute[k],
-            )
-            if ctx.needs_input_grad[8]:
-                v_backgrounds[k] = scene.background_gradient(record, settings, images.image)
-        if ctx.absgrad and call.centres is not None:
-            call.centres.absgrad = torch.from_numpy(absolute)  # type: ignore[attr-defined]
-        v_colors = outputs[4] if call.per_camera_colors else outputs[4][0]
+            if ctx.needs_input_grad[2]:
+                v_backgrounds[k] = scene.background_gradient(blended, settings, images.image)
         v_background = None
-        if ctx.needs_input_grad[8]:
+        if ctx.needs_input_grad[2]:
             v_background = torch.from_numpy(v_backgrounds.astype(np.float32)[:, : settings.channels].copy())
-        return (
-            None,
-            None,
-            torch.from_numpy(v_densify),
-            *map(torch.from_numpy, outputs[:4]),
-            torch.from_numpy(v_colors).view(colors.shape),
-            v_background,
-        )
+        return None, torch.from_numpy(sums[0] if cameras == 1 else np.concatenate(sums)), v_background
 
 
 def _images(arrays: list[Array], k: int) -> Images:
@@ -182,24 +213,33 @@ def rasterize(
         camera_record(matrix, K, width, height, 0.0, near_plane, far_plane, radius_clip)
         for matrix, K in zip(matrices, intrinsics)
     ]
-    call = _Call(settings, cameras, per_camera_colors)
+    call = Call(settings, cameras, per_camera_colors)
     densify = torch.zeros(len(cameras), len(means), 2, requires_grad=True)
-    image, alphas, normals, distortion, median = _Rasterize.apply(  # type: ignore[misc]
-        call, absgrad, densify, means, quats, scales, opacities, colors, backgrounds
-    )
+    records: Tensor = Project.apply(call, densify, means, quats, scales, opacities, colors)  # type: ignore[assignment]
+    blended = Blend.apply(call, records, backgrounds)
+    images = finish(call, blended, intrinsics, render_mode, depth_mode)  # type: ignore[arg-type]
+    info = _info(call, densify, images[4], opacities)
+    if absgrad:
+        call.centres = info["means2d"]
+    return *images, info
+
+
+def finish(
+    call: Call, blended: tuple[Tensor, ...], intrinsics: Array, render_mode: str, depth_mode: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+    """The images of `surfels.rasterization_2dgs` from those of `Blend`; intrinsics (C, 3, 3)."""
+    image, alphas, normals, distortion, median = blended
     if render_mode in ("ED", "RGB+ED"):
         image = torch.cat([image[..., :-1], image[..., -1:] / alphas.clamp(min=1e-10)], dim=-1)
     surface = None
     if render_mode in ("RGB+D", "RGB+ED"):
         depths = median if depth_mode == "median" else image[..., -1:]
-        to_world = np.stack([inverse_rotation(camera) for camera in cameras])
+        to_world = np.stack([inverse_rotation(camera) for camera in call.cameras])
         surface = depth_normals.depth_normals(depths, to_world, intrinsics).squeeze(0)
-    info = _info(call, densify, distortion, opacities)
-    call.centres = info["means2d"]
-    return image, alphas, normals, surface, distortion, median, info
+    return image, alphas, normals, surface, distortion, median
 
 
-def _info(call: _Call, densify: Tensor, distortion: Tensor, opacities: Tensor) -> Info:
+def _info(call: Call, densify: Tensor, distortion: Tensor, opacities: Tensor) -> Info:
     projected = [s.projected for s in call.surfels]
 
     def dense(name: str, columns: tuple[int, ...]) -> Tensor:

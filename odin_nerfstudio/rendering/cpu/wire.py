@@ -24,6 +24,20 @@ W_COLOUR, W_DEPTH, W_RADIUS, WIRE = 6, 9, 10, 11
 _COLOURS = 3
 _ZERO = np.float32(0)
 
+
+@njit(inline="always")
+def tiles_reached(opacity, x, y, radius, width, height):
+    """Logarithm of an opacity to base 2, and how many tiles the box of its splat touches, 0 where it is too faint."""
+    log2_opacity = np.float32(-np.inf)
+    if opacity > _ZERO:
+        log2_opacity = log2(opacity)
+        if log2_opacity >= LOG2_ALPHA_MIN:
+            x0, x1 = tile_range(x, radius, (width + TILE - 1) // TILE)
+            y0, y1 = tile_range(y, radius, (height + TILE - 1) // TILE)
+            return log2_opacity, (x1 - x0) * (y1 - y0)
+    return log2_opacity, 0
+
+
 with kernel_cache(WIRE_SOURCES):
 
     @njit(nogil=True, cache=True, error_model="numpy")
@@ -31,7 +45,6 @@ with kernel_cache(WIRE_SOURCES):
         """Fill records `splats` (V, 16), `radii` (V,) int32, `means2d` (V, 2), `depths` (V,) and `tile_bound` (V,)
         int32, as `projection.shade` does, from `wire` (V, 11).
         """
-        tiles_x, tiles_y = (width + TILE - 1) // TILE, (height + TILE - 1) // TILE
         for v in range(wire.shape[0]):
             for k in range(S_OPACITY + 1):
                 splats[v, k] = wire[v, k]
@@ -47,13 +60,5 @@ with kernel_cache(WIRE_SOURCES):
             means2d[v, 0] = wire[v, S_X]
             means2d[v, 1] = wire[v, S_Y]
             depths[v] = wire[v, W_DEPTH]
-            opacity = wire[v, S_OPACITY]
-            log2_opacity = np.float32(-np.inf)
-            tile_bound[v] = 0
-            if opacity > _ZERO:
-                log2_opacity = log2(opacity)
-                if log2_opacity >= LOG2_ALPHA_MIN:
-                    x0, x1 = tile_range(wire[v, S_X], radius, tiles_x)
-                    y0, y1 = tile_range(wire[v, S_Y], radius, tiles_y)
-                    tile_bound[v] = (x1 - x0) * (y1 - y0)
-            splats[v, S_LOG2_OPACITY] = log2_opacity
+            reached = tiles_reached(wire[v, S_OPACITY], wire[v, S_X], wire[v, S_Y], radius, width, height)
+            splats[v, S_LOG2_OPACITY], tile_bound[v] = reached

@@ -1,10 +1,14 @@
 """Trains odin-splatfacto on captures, evaluates held-out views, and writes the table of docs/results.md.
 
     python scripts/bench_quality.py FOLDER [FOLDER ...] [--steps 500 1000 2000] [--seeds 42] [--json FILE]
+    python scripts/bench_quality.py FOLDER [FOLDER ...] --methods odin-splatfacto odin-2dgs ... --json FILE
 
 A capture is a folder with ``images`` and a COLMAP model in ``sparse/0`` or ``colmap/sparse/0``. Settings are
 splatfacto's, at full resolution from the first step; every eighth image is held out. Each run is a process of its
 own. Times are means per step over the hundred steps before each evaluation, on whatever else the machine is doing.
+
+With ``--methods`` it compares methods and modes on several ranks instead, and writes docs/results_methods.md; see
+method_table.py for the settings. Every finished training is kept in the JSON file, and not repeated.
 """
 
 from __future__ import annotations
@@ -36,8 +40,22 @@ class Options:
     """Seeds; each is a run."""
     json: Path | None = None
     """Write all figures here."""
-    docs: Path | None = REPOSITORY / "docs" / "results.md"
-    """Put the table between the marks of this file."""
+    docs: Path | None = REPOSITORY / "docs"
+    """Put the table between the marks of results.md, or results_methods.md, in this folder."""
+    methods: list[str] = field(default_factory=list)
+    """Compare these methods, in each of the modes; the options from here on are for that."""
+    modes: list[str] = field(default_factory=lambda: ["barrier", "quality", "throughput"])
+    """Modes."""
+    ranks: int = 2
+    """Ranks, each with one view of a step."""
+    views: int = 1000
+    """Views rendered in a training."""
+    longest: int = 400
+    """Images are halved until no side is longer. [pixels]"""
+    renders: Path | None = None
+    """Write the first held-out view beside its image into this folder, for each training."""
+    note: str = ""
+    """A sentence to put above the table."""
 
 
 def make_trainer(
@@ -128,6 +146,9 @@ def put_between_marks(file: Path, text: str, mark: str) -> None:
 def main() -> None:
     """Runs everything."""
     options = tyro.cli(Options, description=__doc__)
+    if options.methods:
+        compare_methods(options)
+        return
     rows: list[dict[str, Any]] = []
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as processes:
@@ -142,7 +163,20 @@ def main() -> None:
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
     if options.docs:
-        put_between_marks(options.docs, text, MARK)
+        put_between_marks(options.docs / "results.md", text, MARK)
+
+
+def compare_methods(options: Options) -> None:
+    """The table of methods and modes."""
+    import method_table
+
+    rows = method_table.measure(options)
+    scenes, methods = (" ".join(dict.fromkeys(row[name] for row in rows)) for name in ("scene", "method"))
+    command = f"python scripts/bench_quality.py {scenes} --methods {methods} --views {options.views}"
+    text = method_table.table(rows, options.modes, f"{command} --json FILE", options.note)
+    print(text)
+    if options.docs:
+        put_between_marks(options.docs / "results_methods.md", text, "bench_methods")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 import time
@@ -23,13 +24,14 @@ from odin_nerfstudio.runtime.trace import pack_spans, write_chrome_trace
 
 
 def base_config(job: dict[str, Any]) -> Any:
-    """odin-splatfacto at one resolution, without evaluation and saving."""
-    config: Any = all_methods["odin-splatfacto"]
+    """odin-splatfacto, or the job's method, at one resolution, without evaluation and saving."""
+    config: Any = copy.deepcopy(all_methods[job.get("method", "odin-splatfacto")])
     scene = Path(job["scene"])
     model = next(p for p in ("sparse/0", "colmap/sparse/0") if (scene / p).is_dir())
     config.pipeline.datamanager.dataparser = ColmapDataParserConfig(
         data=scene, colmap_path=Path(model), downscale_factor=1, load_3D_points=True
     )
+    config.pipeline.datamanager.camera_res_scale_factor = job.get("scale", 1.0)
     config.pipeline.model.num_downscales = job["downscales"]
     config.pipeline.model.resolution_schedule = 10**9
     config.pipeline.odin.order = job["order"]

@@ -14,6 +14,7 @@ import sys
 import types
 from pathlib import Path
 from typing import Any, cast
+from urllib.error import URLError
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.timeout(900)  # the fixture runs ten trainings
 
 STEPS = 40
 LANES = 4
-METHODS = ("odin-splatfacto", "odin-splatfacto-big", "odin-splatfacto-mcmc", "odin-splatfacto-aa")
+METHODS = ("odin-splatfacto", "odin-splatfacto-big", "odin-splatfacto-mcmc", "odin-splatfacto-aa", "odin-2dgs")
 RANKS: dict[str, Any] = {
     "pipeline__odin__views_per_step": LANES,
     "pipeline__odin__debug": True,
@@ -92,6 +93,9 @@ EVERYTHING: dict[str, Any] = {
     "num_downscales": 2,
     "resolution_schedule": 4,
     "sh_degree_interval": 3,
+    "stop_screen_size_at": 10,
+    "split_screen_size": 0.3,
+    "cull_screen_size": 0.6,
 }
 OTHER: dict[str, Any] = {
     "random_init": True,
@@ -100,16 +104,25 @@ OTHER: dict[str, Any] = {
     "background_color": "white",
     "sh_degree": 0,
     "use_absgrad": False,
+    "rasterize_mode": "antialiased",
     "color_corrected_metrics": True,
 }
 SHORT: dict[str, Any] = {"warmup_length": 2, "refine_every": 4, "reset_alpha_every": 2, "cull_alpha_thresh": 0.05}
+OF_METHOD: dict[str, dict[str, Any]] = {
+    "odin-splatfacto-aa": {"smooth_3d": True},
+    "odin-2dgs": {
+        **{"normal_start_iter": 3, "distortion_lambda": 0.01, "distortion_start_iter": 3, "depth_mode": "median"},
+        **{"camera_optimizer__mode": "off", "rasterize_mode": "classic"},  # refused, see test_2dgs.py
+    },
+}
+"""Also this, where a method differs."""
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_option_trains_with_every_method(scene: Path, masked: Path, tmp_path: Path, method: str) -> None:
-    """Two short runs between them use all options; structural steps inside."""
+    """Two short runs between them use all options; structural steps inside. One is then evaluated and exported."""
     for name, data, options in (("everything", masked, EVERYTHING), ("other", scene, OTHER)):
-        more = {"smooth_3d": True} if method == "odin-splatfacto-aa" else {}
+        more = OF_METHOD.get(method, {})
         given = {f"pipeline__model__{key}": value for key, value in (SHORT | options | more).items()}
         trainer = train(small_config(data, tmp_path, 12, method=method, timestamp=name, **given))
         model = trainer.pipeline.splats
@@ -118,11 +131,37 @@ def test_every_option_trains_with_every_method(scene: Path, masked: Path, tmp_pa
         assert model.strategy.acts_at(8)
         if options is EVERYTHING:
             assert model.sh_degree_at(11) == 3 and model.downscale_at(11) == 1 and model.downscale_at(0) == 4
-            assert float(model.camera_optimizer.pose_adjustment.detach().abs().max()) > 0
+            if method != "odin-2dgs":
+                assert float(model.camera_optimizer.pose_adjustment.detach().abs().max()) > 0
             assert float(model.bil_grids.grids.detach().std()) > 0
+            metrics = trainer.pipeline.get_average_eval_image_metrics()
+            assert evaluated(trainer.base_dir)["psnr"] == pytest.approx(metrics["psnr"], rel=1e-5)
+            rows = exported(trainer.base_dir)
+            assert 0 < len(rows["scale_0"]) <= model.num_points
+            for axis in range(3):  # nothing is transparent enough to be left out
+                torch.testing.assert_close(rows[f"scale_{axis}"], model.eval().scales.detach()[:, axis])
         else:
             assert model.gauss_params["features_rest"].numel() == 0
             assert trainer.pipeline.get_average_eval_image_metrics()["psnr"] > 5
+
+
+def evaluated(run: Path) -> dict[str, float]:
+    """What ns-eval says of a run."""
+    from nerfstudio.scripts.eval import ComputePSNR
+
+    ComputePSNR(load_config=run / "config.yml", output_path=run / "metrics.json").main()
+    return json.loads((run / "metrics.json").read_text())["results"]
+
+
+def exported(run: Path) -> dict[str, torch.Tensor]:
+    """The columns of the PLY that ns-export writes. ``[N]`` each"""
+    from nerfstudio.scripts.exporter import ExportGaussianSplat
+
+    ExportGaussianSplat(load_config=run / "config.yml", output_dir=run).main()
+    header, body = (run / "splat.ply").read_bytes().split(b"end_header\n", 1)
+    names = [line.split()[-1].decode() for line in header.splitlines() if line.startswith(b"property float")]
+    columns = torch.frombuffer(bytearray(body), dtype=torch.float32).reshape(-1, len(names)).T
+    return dict(zip(names, columns))
 
 
 @pytest.mark.parametrize("sh_degree", [1, 2])
@@ -149,6 +188,62 @@ def test_what_cannot_be_honoured_is_refused_with_the_reason(scene: Path, tmp_pat
     config.pipeline.model.grid_shape = (16, 16, 1)
     assert "total variation" in (refusal(config.pipeline.model) or "")
     assert all(refusal(small_config(scene, tmp_path, 5, method=m).pipeline.model) is None for m in METHODS)
+
+
+def test_thresholds_reach_the_strategy_and_those_without_a_meaning_are_named(
+    scene: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Densification settings are gsplat's strategy's; MCMC has another, and the log says what it does not use."""
+    names = {
+        **{"cull_alpha_thresh": "prune_opa", "cull_scale_thresh": "prune_scale3d", "cull_screen_size": "prune_scale2d"},
+        **{"densify_grad_thresh": "grow_grad2d", "densify_size_thresh": "grow_scale3d"},
+        **{"split_screen_size": "grow_scale2d", "stop_screen_size_at": "refine_scale2d_stop_iter"},
+        **{"warmup_length": "refine_start_iter", "stop_split_at": "refine_stop_iter", "refine_every": "refine_every"},
+    }
+    given = {f"pipeline__model__{name}": 11 + number for number, name in enumerate(names)}
+    given["pipeline__model__num_random"] = 100
+    for method in ("odin-splatfacto", "odin-2dgs", "odin-splatfacto-mcmc"):
+        config = small_config(scene, tmp_path, 5, method=method, **given)
+        config.set_timestamp()
+        said = capsys.readouterr().out.replace("\n", " ")
+        if method == "odin-splatfacto-mcmc":
+            for option in ("cull-scale-thresh", "densify-grad-thresh", "stop-screen-size-at", "reset-alpha-every"):
+                assert option in said
+            assert "no use for" in said and "warmup-length" not in said
+            continue
+        assert "no use for" not in said
+        model = config.pipeline.model.setup(scene_box=None, num_train_data=1, metadata={}, device="cpu")
+        for number, theirs in enumerate(names.values()):
+            assert getattr(model.strategy, theirs) == 11 + number, theirs
+
+
+def test_lpips_is_there_where_its_weights_are_and_missing_ones_are_told_once(
+    scene: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torchmetrics.functional.image.lpips as functional
+    import torchvision
+
+    def no_network(*_: Any, **__: Any) -> Any:
+        raise URLError("no network")
+
+    config = small_config(scene, tmp_path, 1, pipeline__model__num_random=100)
+    model = config.pipeline.model.setup(scene_box=None, num_train_data=1, metadata={}, device="cpu").eval()
+    image = torch.rand(64, 64, 3, generator=torch.Generator().manual_seed(0))
+    pair = ({"rgb": image.flip(0), "background": torch.zeros(3)}, {"image": image})
+    monkeypatch.setattr(functional, "_get_tv_model_features", no_network)
+    for _ in range(2):
+        metrics, _ = model.get_image_metrics_and_images(*pair)
+        assert {"psnr", "ssim"} <= set(metrics) and "lpips" not in metrics
+    assert capsys.readouterr().out.count("LPIPS is left out") == 1
+
+    def random_weights(net: str, pretrained: bool) -> Any:
+        assert net == "alexnet" and pretrained
+        return torchvision.models.alexnet(weights=None).features
+
+    monkeypatch.setattr(functional, "_get_tv_model_features", random_weights)
+    model.lpips = OptionalLpips()
+    metrics, _ = model.get_image_metrics_and_images(*pair)
+    assert metrics["lpips"] > 0 and "st_lpips" not in metrics
 
 
 def test_st_lpips_stands_in_where_lpips_has_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:

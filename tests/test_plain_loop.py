@@ -115,7 +115,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return sample_scene(tmp_path_factory.mktemp("scene"), size="64x48", points=401)
 
 
-@pytest.mark.parametrize("method", ["odin-splatfacto", "odin-2dgs"])
+@pytest.mark.parametrize("method", ["odin-splatfacto", "odin-splatfacto-aa", "odin-2dgs"])
 def test_e3_the_runtime_equals_stock_adam_and_the_stock_strategy(scene: Path, tmp_path: Path, method: str) -> None:
     ours, plain = prepared(method, scene, tmp_path / "a"), prepared(method, scene, tmp_path / "b")
     start = len(splats_of(ours).means)

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from browser import Browser, end_group, find_chromium, wait_until
-from training import sample_scene
+from training import sample_scene, small_config, train
 
 CHROMIUM = find_chromium()
 
@@ -266,3 +266,25 @@ def test_tab_odin_and_its_outputs_on_two_ranks(tmp_path: Path) -> None:
             assert blue.max() > 40 and blue.min() < -40  # primitives of rank 0 and of rank 1
             assert [line for line in browser.console if line.startswith("exception")] == []
         assert training.interrupt(120) == 0
+
+
+def test_normals_of_surfels_are_an_output(tmp_path: Path) -> None:
+    assert CHROMIUM is not None
+    options = {"method": "odin-2dgs", "pipeline__model__num_downscales": 0}
+    run = train(small_config(sample_scene(tmp_path), tmp_path, 60, **options)).base_dir
+    with Command("viewer.run_viewer", tmp_path / "viewer.log", "--load-config", run / "config.yml") as viewer:
+        viewer.wait(lambda: "the viewer is ready" in viewer.output(), "ns-viewer")
+        with Browser(CHROMIUM, 900, 800) as browser:
+            open_viewer(browser, viewer.url)
+            shown, frame = "rgb", final_frame(browser, tmp_path / "rgb.png").astype(int)
+            for output in ("normal", "surface_normal"):
+                browser.choose(shown, output)
+
+                def drawn(output: str = output, before: np.ndarray = frame) -> bool:
+                    now = picture(browser, tmp_path / f"{output}.png")
+                    return shows_a_scene(now) and float(np.abs(now.astype(int) - before).mean()) > 3
+
+                viewer.wait(drawn, f"a picture of the scene for {output}")
+                shown, frame = output, final_frame(browser, tmp_path / f"{output}.png").astype(int)
+            assert [line for line in browser.console if line.startswith("exception")] == []
+        viewer.interrupt()

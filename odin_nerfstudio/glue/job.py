@@ -11,7 +11,7 @@ from odin_nerfstudio.glue import restart, sharding
 from odin_nerfstudio.glue.checkpoint import CheckpointError, find_checkpoint, read_checkpoint
 from odin_nerfstudio.glue.devices import check_backend
 from odin_nerfstudio.glue.launch import Place, broadcast_text, check_machines, divide_threads, use_own_worker
-from odin_nerfstudio.glue.model_options import refusal
+from odin_nerfstudio.glue.model_options import flag, refusal
 from odin_nerfstudio.glue.scale_schedule import scale_schedule
 from odin_nerfstudio.glue.warm_up import warm_up_kernels
 
@@ -45,6 +45,9 @@ def prepare(config: OdinTrainerConfig) -> None:
         raise SystemExit(f"Error: --pipeline.odin.placement sharded: {reason}")
     if (reason := refusal(config.pipeline.model)) is not None:
         raise SystemExit(f"Error: {reason}")
+    unused = getattr(config.pipeline.model, "unused", list)()
+    if unused and is_first_process(config):
+        CONSOLE.log(f"{config.method_name} has no use for {', '.join(map(flag, unused))}")
     if machine.device_type == "cuda" and not torch.cuda.is_available():
         raise SystemExit("Error: --machine.device-type cuda, but torch finds no CUDA device; use cpu")
     check_backend(options.backend, machine.device_type, local_ranks(config))

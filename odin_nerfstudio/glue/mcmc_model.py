@@ -16,6 +16,12 @@ from odin_nerfstudio.runtime.noise import PositionNoise
 from odin_nerfstudio.runtime.reads import VisibilityReads
 from odin_nerfstudio.runtime.store import DenseTerm, ReadRule, Statistics
 
+OF_DEFAULT_STRATEGY = (
+    *("reset_alpha_every", "densify_grad_thresh", "use_absgrad", "densify_size_thresh", "split_screen_size"),
+    *("cull_scale_thresh", "cull_screen_size", "stop_screen_size_at"),
+)
+"""Options that gsplat's default strategy reads, and MCMC's does not."""
+
 
 @dataclass
 class OdinMcmcModelConfig(OdinSplatfactoModelConfig):
@@ -39,6 +45,11 @@ class OdinMcmcModelConfig(OdinSplatfactoModelConfig):
     """Weight of the mean opacity in the loss."""
     mcmc_scale_reg: float = 0.01
     """Weight of the mean scale in the loss."""
+
+    def unused(self) -> list[str]:
+        """The options of splatfacto that were set and have no meaning here."""
+        usual = OdinSplatfactoModelConfig()
+        return [name for name in OF_DEFAULT_STRATEGY if getattr(self, name) != getattr(usual, name)]
 
 
 class OdinMcmcModel(OdinSplatfactoModel):

@@ -179,8 +179,8 @@ class Scenes:
     """Spread of compute times beside that of the views."""
     epochs: float = 1.0
     """Length of each simulation, in epochs, """
-    least_steps: int = 16
-    """but at least so many steps."""
+    least_steps: int = 100
+    """but at least so many steps: those from one structural step to the next, since a simulation ends with a drain."""
     reduce: list[str] = field(default_factory=lambda: ["never"])
     """Sums at row owners, see odin-simulate."""
     json: Path | None = None

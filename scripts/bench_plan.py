@@ -3,7 +3,9 @@
     python scripts/bench_plan.py conflict --data FOLDER [FOLDER ...]   # RLG against random order
     python scripts/bench_plan.py search --data FOLDER [FOLDER ...]     # against long annealing searches
     python scripts/bench_plan.py forms --data FOLDER [FOLDER ...]      # which RLG form predicts shared footprints
+    python scripts/bench_plan.py footprints --data FOLDER [FOLDER ...] # what views see, by tracks and by projection
     python scripts/bench_plan.py scale                                 # time and memory, 100 to 10,000 views
+    python scripts/bench_plan.py report --views 10000 --ranks 64       # all that odin-plan does after reading
 
 Times are processor time; run with OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1.
 """
@@ -250,6 +252,22 @@ def forms(folders: list[Path]) -> None:
             print(f"| {folder.name} | {name} | {values[0]:.3f} | {values[1]:.3f} |", flush=True)
 
 
+def footprints(folders: list[Path]) -> None:
+    """Mean share of the seed points that a view sees: as tracks say, as the advice on placement fills them up, and in
+    the image by the COLMAP model's cameras, hidden points included."""
+    from odin_nerfstudio.planning.placement import Footprints
+
+    print("| set | observed | filled | in the image |")
+    print("| --- | --- | --- | --- |")
+    for folder in folders:
+        tracks = training_tracks(folder)
+        cameras = _model_cameras(folder, tracks)
+        inside = [len(cameras.project(v, tracks.xyz.astype(np.float64))[0]) for v in range(tracks.views)]
+        observed = np.diff(tracks.incidence.indptr).mean() / tracks.points
+        filled = Footprints.of(tracks).visible()
+        print(f"| {folder.name} | {observed:.2f} | {filled:.2f} | {np.mean(inside) / tracks.points:.2f} |", flush=True)
+
+
 def _model_cameras(folder: Path, tracks: Tracks):
     import pycolmap
 
@@ -303,10 +321,41 @@ def scale() -> None:
         )
 
 
+def report(views: int, ranks: int) -> None:
+    """Time and memory of everything that ``odin-plan`` does once a dataset is read, on a synthetic aerial capture."""
+    from odin_nerfstudio.planning.gain import Gain
+    from odin_nerfstudio.planning.placement import Wish, advise
+    from odin_nerfstudio.planning.report import make_report
+    from odin_nerfstudio.planning.schedule import Plan
+    from odin_nerfstudio.simulation.expected import expected_gain, scene_of_tracks
+
+    make_report(aerial_tracks(20), ranks=2, views_per_step=2)  # compile
+    tracks = aerial_tracks(views, points_per_view=2000)
+    gaining = 0.0
+
+    def gain(tracks: Tracks, plan: Plan) -> Gain:
+        nonlocal gaining
+        start = time.process_time()
+        found = expected_gain(plan, scene_of_tracks(tracks, plan.rlg), 0.2)
+        gaining = time.process_time() - start
+        return found
+
+    start = time.process_time()
+    made = make_report(tracks, ranks=ranks, views_per_step=ranks, diversity=0.2, gain_of=gain)
+    planned = time.process_time() - start - gaining
+    start = time.process_time()
+    advise(tracks, made.plan, Wish(80e9))
+    advised = time.process_time() - start
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print("| views | ranks | graph, plan, 10 random orders s | simulated gain s | placement s | peak GiB |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    print(f"| {views:,} | {ranks} | {planned:.1f} | {gaining:.1f} | {advised:.1f} | {peak:.2f} |", flush=True)
+
+
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["conflict", "search", "forms", "scale", "scale-one"])
+    parser.add_argument("what", choices=["conflict", "search", "forms", "scale", "scale-one", "report", "footprints"])
     parser.add_argument("--data", nargs="+", type=Path, default=[])
     parser.add_argument("--views", type=int, default=100)
     parser.add_argument("--ranks", type=int, default=8)
@@ -315,10 +364,12 @@ def main() -> None:
         scale()
     elif arguments.what == "scale-one":
         scale_one(arguments.views, arguments.ranks)
+    elif arguments.what == "report":
+        report(arguments.views, arguments.ranks)
     elif not arguments.data:
         parser.error("--data is needed: COLMAP captures or anything else that odin-plan reads")
     else:
-        {"conflict": conflict, "search": search, "forms": forms}[arguments.what](arguments.data)
+        {"conflict": conflict, "search": search, "forms": forms, "footprints": footprints}[arguments.what](arguments.data)
 
 
 if __name__ == "__main__":

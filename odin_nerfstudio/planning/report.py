@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from odin_nerfstudio.planning.gain import Gain
+from odin_nerfstudio.planning.placement import PlacementAdvice, Wish, advise
 from odin_nerfstudio.planning.prediction import Prediction, predict
 from odin_nerfstudio.planning.rlg import Rlg, relative_locality_graph
 from odin_nerfstudio.planning.schedule import Order, Plan, make_plan
@@ -31,6 +32,7 @@ class Report:
         random_predictions: Predicted conflicts in random orders of several seeds.
         gain: Expected gain of the plan that was asked for.
         seconds: Time to build graph, plan and report, without reading the dataset.
+        placement: Which placement to take; None: nothing was said of devices.
     """
 
     tracks: Tracks
@@ -41,6 +43,7 @@ class Report:
     random_predictions: list[Prediction]
     gain: Gain
     seconds: float
+    placement: PlacementAdvice | None = None
 
     @property
     def prediction(self) -> Prediction:
@@ -85,6 +88,7 @@ class Report:
             },
             "advice": self.advice(),
             "seconds": self.seconds,
+            "placement": None if self.placement is None else self.placement.numbers(),
         }
 
     def advice(self) -> str:
@@ -133,6 +137,7 @@ class Report:
             ("cost imbalance", both("imbalance", ".3f")),
             ("expected gain over barrier", f"quality {gain['quality']:.2f}x, throughput {gain['throughput']:.2f}x, "
                                            f"at most {gain['ceiling']:.2f}x (simulated)"),
+            *([] if self.placement is None else self.placement.rows()),
             ("planned in", f"{n['seconds']:.2f} s"),
         ]  # fmt: skip
 
@@ -147,6 +152,7 @@ def make_report(
     max_delay: int = 2,
     diversity: float = 0.02,
     gain_of: Callable[[Tracks, Plan], Gain] = lambda _tracks, _plan: Gain(),
+    wish: Wish | None = None,
 ) -> Report:
     """Plan a dataset in RLG and in random order and compare.
 
@@ -159,6 +165,7 @@ def make_report(
         max_delay: See :func:`make_plan`.
         diversity: See :func:`make_plan`.
         gain_of: Gain to expect of the plan that was asked for, see `simulation.expected`.
+        wish: Devices and model, for advice on the placement.
     """
     start = time.perf_counter()
     rlg = relative_locality_graph(tracks)
@@ -173,8 +180,10 @@ def make_report(
     randoms = [plan("random", seed + k) for k in range(RANDOM_SEEDS)]
     prediction, random_predictions = predict(planned), [predict(p) for p in randoms]
     chosen = planned if order == "rlg" else randoms[0]
+    placement = None if wish is None else advise(tracks, chosen, wish)
     seconds = time.perf_counter() - start
     return Report(
         tracks=tracks, rlg=rlg, plan=chosen, random=randoms[0], rlg_prediction=prediction,
         random_predictions=random_predictions, gain=gain_of(tracks, chosen), seconds=seconds,
+        placement=placement,
     )  # fmt: skip

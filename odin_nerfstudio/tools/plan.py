@@ -14,6 +14,7 @@ import tyro
 
 if TYPE_CHECKING:
     from odin_nerfstudio.planning.gain import Gain
+    from odin_nerfstudio.planning.placement import Wish
     from odin_nerfstudio.planning.schedule import Plan
     from odin_nerfstudio.planning.tracks import Tracks
 
@@ -46,6 +47,15 @@ class PlanCommand:
     """With --trace, links between the devices instead of a given wait, see odin-simulate."""
     speed: float = 1.0
     """With --trace and --link, how many times as fast as recorded the devices compute."""
+    device_memory_gb: float | None = None
+    """Memory of a device in GB (10^9 bytes), for the advice on placement. Default: that of the CUDA device, or without
+    one this machine's memory divided by the ranks."""
+    primitives: int | None = None
+    """Primitives to expect. Default: those of the recording or, without --trace, an estimate from the seed points."""
+    sh_degree: int = 3
+    """Degree of the spherical harmonics."""
+    strategy: Literal["default", "mcmc"] = "default"
+    """Densification strategy; the default one keeps statistics of each primitive."""
     dataparser: str | None = None
     """nerfstudio dataparser of the dataset, e.g. blender-data. Default: by what lies in the folder."""
     json: Path | None = None
@@ -61,6 +71,7 @@ class PlanCommand:
         Raises:
             ValueError: An argument or the dataset is no good.
         """
+        from odin_nerfstudio.planning import memory
         from odin_nerfstudio.planning.plan_file import save_plan
         from odin_nerfstudio.planning.plot import plot_report
         from odin_nerfstudio.planning.report import make_report
@@ -72,10 +83,12 @@ class PlanCommand:
         lanes = self.ranks if self.views_per_step is None else self.views_per_step
         report = make_report(
             tracks, ranks=self.ranks, views_per_step=lanes, order=self.order, seed=self.seed,
-            max_delay=self.max_delay, diversity=self.diversity, gain_of=self._gain,
+            max_delay=self.max_delay, diversity=self.diversity, gain_of=self._gain, wish=self._wish(),
         )  # fmt: skip
         title = (self.data.parent if self.data.suffix == ".json" else self.data).resolve().name
         _print_report(title, report.rows(), report.advice(), report.gain.assumptions)
+        if report.placement is not None:
+            print(f"{report.placement.advice()} {memory.RESTS_ON}")
         if self.json is not None:
             self.json.write_text(json.dumps(report.numbers(), indent=2) + "\n", encoding="utf-8")
         if self.plot is not None:
@@ -83,6 +96,23 @@ class PlanCommand:
         if self.save is not None:
             save_plan(report.plan, self.save, epochs=None if self.save.suffix == ".npz" else 4)
 
+    def _wish(self) -> Wish:
+        """What is known of devices and model."""
+        from odin_nerfstudio.planning.placement import Wish
+        from odin_nerfstudio.runtime.recording import load_recording
+        from odin_nerfstudio.tools.device_memory import device_memory
+
+        size, source, cuda = device_memory(self.ranks)
+        if self.device_memory_gb is not None:
+            size, source = 1e9 * self.device_memory_gb, "--device-memory-gb"
+        primitives, primitives_of, visible = self.primitives, "--primitives", None
+        if self.trace is not None:
+            recording = load_recording(self.trace)
+            if primitives is None:
+                primitives, primitives_of = recording.primitives, "of the recording"
+            seen = [sets.visible for sets in recording.sets.values()]
+            visible = sum(seen) / len(seen) / recording.primitives if seen and recording.primitives else None
+        return Wish(size, source, primitives, primitives_of, self.sh_degree, self.strategy, cuda, visible)
 
     def _gain(self, tracks: Tracks, plan: Plan) -> Gain:
         """What the plan gains over a barrier, simulated."""

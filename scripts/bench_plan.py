@@ -369,7 +369,8 @@ def main() -> None:
     elif not arguments.data:
         parser.error("--data is needed: COLMAP captures or anything else that odin-plan reads")
     else:
-        {"conflict": conflict, "search": search, "forms": forms, "footprints": footprints}[arguments.what](arguments.data)
+        measures = {"conflict": conflict, "search": search, "forms": forms, "footprints": footprints}
+        measures[arguments.what](arguments.data)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from odin_nerfstudio.runtime import hazards
+from odin_nerfstudio.runtime import hazards, rows
 from odin_nerfstudio.runtime.staging import Phase, StepStaging
 from odin_nerfstudio.runtime.store import RowTable
 
@@ -124,11 +124,8 @@ def _holds(staged: StepStaging, number: int, waiting: Sequence[Tensor]) -> bool:
         index = ids.long()
         if lane.phase == Phase.WAITING and lane.candidates is not None and bool(lane.candidates[k][index].any()):
             return True
-        if lane.phase == Phase.IDS and lane.rest[k].shape[0]:
-            marked = lane.rest[k].new_zeros(staged.rows_of(k), dtype=lane.rest[k].dtype)
-            marked[lane.rest[k].long()] = 1
-            if bool(marked[index].any()):
-                return True
+        if lane.phase == Phase.IDS and rows.meet(lane.rest[k], ids):
+            return True
     return False
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from odin_nerfstudio.runtime.candidate_blocks import BlockBoxes, takes
 from odin_nerfstudio.runtime.candidates import MotionBound, ViewTest, adam_motion_bound, candidate_mask
 from odin_nerfstudio.runtime.noise import PositionNoise
 from odin_nerfstudio.runtime.store import RowTable
@@ -76,6 +77,7 @@ class VisibilityReads:
     variance: Callable[[], Tensor] | None = None
     """What a 3D filter adds to each primitive's variance. [N] float32."""
     _motion: tuple[int, MotionBound] | None = field(default=None, init=False)
+    _blocks: BlockBoxes = field(default_factory=BlockBoxes, init=False)
 
     def mark(self, step: int, view: int, versions: Tensor, least_lag: int, out: Tensor) -> int:
         test = self.view_test(step, view)
@@ -95,8 +97,11 @@ class VisibilityReads:
     def _mark(self, test: ViewTest, motion: MotionBound, out: Tensor, **known: Any) -> int:
         """`candidate_mask` of the parameters. known: versions, step, least_lag, extra."""
         variance = None if self.variance is None else self.variance()
-        means, scales = self.parameters[self.means].detach(), self.parameters[self.scales].detach()
-        return candidate_mask(means, scales, test, motion, variance=variance, out=out, **known)[1]
+        means, scales = self.parameters[self.means], self.parameters[self.scales]
+        if takes(means, scales, known.get("versions"), known.get("extra"), variance):
+            kept = (known["versions"], known["step"], known["least_lag"])
+            return self._blocks.mark(means, scales, test, motion, *kept, out)
+        return candidate_mask(means.detach(), scales.detach(), test, motion, variance=variance, out=out, **known)[1]
 
     def motion(self, step: int) -> MotionBound:
         """Bound of the motion of rows that lack up to `MAX_LAG` updates before a step."""

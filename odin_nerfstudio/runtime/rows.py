@@ -178,6 +178,16 @@ def fill_at(target: Tensor, ids: Tensor, value: int) -> None:
         target[ids.long()] = value
 
 
+def meet(first: Tensor, second: Tensor) -> bool:
+    """Whether two ascending lists of ids share one. [n], [m] int32."""
+    if first.shape[0] < second.shape[0]:
+        first, second = second, first
+    if not second.shape[0]:
+        return False
+    at = torch.searchsorted(first, second).clamp_(max=first.shape[0] - 1)
+    return bool((first[at] == second).any())
+
+
 def count_older(versions: Tensor, ids: Tensor, step: int) -> int:
     """Number of ids whose version is below `step`."""
     if on_cpu(versions):

@@ -153,10 +153,6 @@ class StepStaging:
         """Ids of each contribution to a table. [n] int32 each."""
         return [ids for ids, _ in self.parts(table)]
 
-    def rows_of(self, table: int) -> int:
-        """Rows of a table."""
-        return self._tables[table].count
-
     def staged_rows(self) -> int:
         """Gradient rows held, over all lanes and tables."""
         return sum(ids.shape[0] for k in range(len(self._tables)) for ids, _ in self.parts(k))

@@ -86,6 +86,7 @@ class Owner:
         self._pool = ShadowPool(table)
         self._steps: dict[int, OwnerStaging] = {}
         self._kept: dict[tuple[int, int], tuple[TableShadow, Projection]] = {}
+        self._candidates: dict[tuple[int, int], Tensor] = {}
 
     def use_policy(self, policy: GatePolicy) -> None:
         """Decide by a policy from now on."""
@@ -174,14 +175,16 @@ class Owner:
         return [n for n, lane in enumerate(staged.lanes) if lane.phase == Phase.WAITING]
 
     def _candidate_ids(self, staged: OwnerStaging, number: int) -> Tensor:
-        candidates = staged.lanes[number].candidates
-        assert candidates is not None
-        return rows.ids_of_mask(candidates[0])
+        """Rows that a lane can see; looked up once, though its gate may be asked many times."""
+        key = (staged.step, number)
+        if key not in self._candidates:
+            candidates = staged.lanes[number].candidates
+            assert candidates is not None
+            self._candidates[key] = rows.ids_of_mask(candidates[0])
+        return self._candidates[key]
 
     def _sees_nothing(self, staged: OwnerStaging, number: int) -> bool:
-        candidates = staged.lanes[number].candidates
-        assert candidates is not None
-        return not bool(candidates[0].any())
+        return not self._candidate_ids(staged, number).shape[0]
 
     def _project(self, staged: OwnerStaging, number: int) -> SplatPacket | None:
         """Project a lane from the rows as they are; None if it sees none of them."""
@@ -206,6 +209,7 @@ class Owner:
 
     def _send(self, staged: OwnerStaging, number: int, packet: SplatPacket | None) -> None:
         step = staged.step
+        self._candidates.pop((step, number), None)
         if packet is None:
             packet = SplatPacket(step, number, self.ids[:0], torch.empty((0, 0)))
             staged.shipped(number, self.ids[:0])

@@ -129,7 +129,7 @@ def table(rows: list[dict[str, Any]], modes: list[str], command: str, note: str)
         "PSNR": shown("psnr", ".2f"),
         "SSIM": shown("ssim", ".3f"),
         **({"LPIPS": shown("lpips", ".3f")} if any("lpips" in row for row in rows) else {}),
-        "primitives": shown("gaussians", ",d"),
+        "primitives": shown("gaussians", ",.0f"),
         "gain": shown("gain", ".2f"),
         "hidden, %": shown("hidden", ".0f", 100),
         "late, %": shown("late", ".0f", 100),

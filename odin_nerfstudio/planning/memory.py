@@ -28,6 +28,8 @@ STATISTICS_ROW = 3 * WORD
 """Statistics of a visible row on the wire: id, norm of the 2D gradient, radius."""
 SPLAT, SPLAT_GRADIENT = 11 * WORD, 10 * WORD
 """A splat on the wire, without its id, and its gradient."""
+GATHERED = 25
+"""About what rank 0 holds for each primitive of a sharded model while MCMC draws in proportion to all opacities."""
 RESTS_ON = (
     "(An estimate: bytes per primitive and row are exact, steps under way count with a full look-ahead, and every"
     " visible primitive with a gradient.)"
@@ -188,8 +190,11 @@ def rank_memory(shape: RunShape, footprint: Footprint, views: int) -> RankMemory
     else:
         work = own * (shadow_bytes(shape.degree) + staged) + all_lanes * steps * staged
     work += held * (tracking_bytes(shape) + (_CUDA_TEST if shape.cuda else 0))
+    surgery = held * surgery_bytes(shape.degree)
+    if sharded and shape.strategy == "mcmc":
+        surgery += GATHERED
     evidence = EVIDENCE * footprint.visible * views * held if shape.throughput else 0.0
-    return RankMemory(held * state_bytes(shape).total, max(work, held * surgery_bytes(shape.degree)), evidence)
+    return RankMemory(held * state_bytes(shape).total, max(work, surgery), evidence)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ RECORDING is the folder of an ``odin-simulate record``. Every recording is simul
 with InfiniBand and PCIe with 100 Gbit/s Ethernet, in nodes of 8. The baseline is mode ``barrier``: owners project all
 views of a step, exchange all to all, render, exchange all to all. ``random`` is the same in random order, as Grendel
 trains; ``strips`` spreads the pixels of a step evenly over all ranks at no cost, the best that splitting views into
-strips could do. Tables, a plot and all figures are written.
+strips could do; ``nearby`` gives the views of each step to the ranks that own most of what they see. Tables, a plot and
+all figures are written.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from bench_quality import put_between_marks
 from bench_sync import REPOSITORY
 from scaling_tables import plot, tables
 
-from odin_nerfstudio.planning.schedule import Order, Plan, make_plan
+from odin_nerfstudio.planning.schedule import Order, Plan
+from odin_nerfstudio.planning.shards import assign
 from odin_nerfstudio.runtime.recording import load_recording
 from odin_nerfstudio.runtime.shadow import Task
 from odin_nerfstudio.simulation.cluster import MODES, Setup, compute_seconds, plan_of, simulate
@@ -56,12 +58,16 @@ class Options:
     """Primitives that each recorded one stands for, and pixels that each pixel stands for."""
     skew: float = 0.1
     """Spread of compute times beside that of the views."""
-    steps: int = 32
+    smooth: bool = True
+    """Take views' times from a line through their numbers of primitives."""
+    steps: int = 16
     """Steps of each simulation."""
     replicated: int = 4
     """Up to so many ranks, placement replicated is simulated, too."""
-    what_decides: bool = True
-    """Also change one assumption at a time, at the largest number of ranks of the first recording."""
+    variants: list[int] = field(default_factory=lambda: [4, 16, 64])
+    """At these numbers of ranks, also with pixels spread evenly, and with views at the ranks that own most of them."""
+    what_decides: int = 64
+    """At so many ranks of the first recording, also change one assumption at a time; 0: nowhere."""
     seed: int = 0
     """Of plans and everything drawn."""
     json: Path | None = None
@@ -98,6 +104,15 @@ class Device:
         return replace(fabric, inside=narrow(fabric.inside), between=narrow(fabric.between))
 
 
+def smooth(sharded: ShardedScene) -> ShardedScene:
+    """Views' times as a line through their visible and candidate primitives: on a busy machine the rest is noise."""
+    scene = sharded.scene
+    sets = [scene.sets[view] for view in range(scene.views)]
+    columns = np.array([[1.0, s.visible, len(s.candidates)] for s in sets])
+    line = columns @ np.linalg.lstsq(columns, scene.seconds, rcond=None)[0]
+    return replace(sharded, scene=replace(scene, seconds=np.maximum(line, 0.2 * scene.seconds.mean())))
+
+
 def evenly(scene: ShardedScene, setup: Setup, plan: Plan) -> Any:
     """Compute time of a task where the pixels of a step are spread over all ranks."""
     whole = compute_seconds(scene.scene, setup)
@@ -113,12 +128,30 @@ def evenly(scene: ShardedScene, setup: Setup, plan: Plan) -> Any:
     return seconds
 
 
+class Nearby:
+    """A plan whose views of each step go to the ranks that own most of what they see; steps stay what they are."""
+
+    def __init__(self, plan: Plan, cut: Cut, steps: int) -> None:
+        self.steps, self.views_per_step, self.order, self._plan = plan.steps, plan.views_per_step, plan.order, plan
+        lanes = range(plan.views_per_step)
+        self._views = []
+        for step in range(steps):
+            views = [plan.view(step, n) for n in lanes]
+            own = np.array([cut.visible(v) for v in views])
+            self._views.append([views[k] for k in assign(own[:, [plan.rank(step, n) for n in lanes]].T)])
+
+    def view(self, step: int, lane: int) -> int:
+        return self._views[step][lane]
+
+    def rank(self, step: int, lane: int) -> int:
+        return self._plan.rank(step, lane)
+
+
 class Study:
     """Simulations of one recording, each of them once."""
 
     def __init__(self, options: Options, name: str, sharded: ShardedScene, known: list[dict[str, Any]]) -> None:
         self.options, self.name, self.sharded, self.rows = options, name, sharded, known
-        self._alone: dict[Any, float] = {}
 
     def row(self, fabric: str, ranks: int, kind: str, device: Device, case: str = "") -> dict[str, Any]:
         """Figures of one simulation. kind: a mode, or barrier/throughput with ``random`` or ``strips``."""
@@ -130,7 +163,9 @@ class Study:
         mode, _, more = kind.partition(", ")
         order: Order = "random" if more == "random" else "rlg"
         scene, setup = device.scene(self.sharded), self._setup(ranks, FABRICS[fabric], device)
-        plan = plan_of(scene.scene, setup, order)
+        plan: Any = plan_of(scene.scene, setup, order)
+        if more == "nearby":
+            plan = Nearby(plan, Cut(scene, plan, ranks, self.options.steps), self.options.steps)
         if more == "replicated":
             row = key | self._replicated(scene, setup, plan, mode)
         else:
@@ -159,7 +194,7 @@ class Study:
             "waits": outcome.wait_share,
             "wait": outcome.wait_per_task,
             "late": outcome.delayed_share,
-            "efficiency": self._one_rank(scene, setup, plan) / (setup.ranks * outcome.seconds),
+            "efficiency": self._one_rank(scene, setup, plan, outcome.steps) / (setup.ranks * outcome.seconds),
             "busiest": max(outcome.busy) / float(np.mean(outcome.busy)),
             "bytes": detail * outcome.sent / outcome.steps,
             "replicated bytes": detail * self._replicated_bytes(scene, setup.ranks),
@@ -176,17 +211,19 @@ class Study:
         mean = statistics.mean(float(s.counts.sum()) * 4 * (1 + COLUMNS) + 12 * s.visible for s in sets)
         return ranks * (ranks - 1) * mean
 
-    def _one_rank(self, scene: ShardedScene, setup: Setup, plan: Plan) -> float:
-        """Seconds of one device for the same views in steps as large."""
-        key = (setup.ranks, setup.skew, plan.order, *scene.scene.seconds[:4].tolist(), scene.stages)
-        if key not in self._alone:
-            same = make_plan(
-                scene.scene.rlg, ranks=1, views_per_step=setup.lanes, plan_ranks=setup.ranks, order=plan.order,
-                seed=setup.seed, steps=self.options.steps, max_delay=setup.limits.max_delay,
-            )  # fmt: skip
-            alone = replace(setup, ranks=1, views_per_step=setup.lanes, link=Link("none", np.inf, 0.0))
-            self._alone[key] = simulate_sharded(scene, same, alone, "barrier").seconds
-        return self._alone[key]
+    @staticmethod
+    def _one_rank(scene: ShardedScene, setup: Setup, plan: Plan, steps: int) -> float:
+        """Seconds of one device for the same views in steps as large: the sum of all work."""
+        costs, stages, sizes = scene.scene.overheads, scene.stages, scene.scene.row_sizes
+        whole = compute_seconds(scene.scene, setup)
+        total = steps * (costs.publish + costs.bound)
+        for task in (Task(s, n, plan.view(s, n)) for s in range(steps) for n in range(setup.lanes)):
+            sets = scene.scene.sets[task.view]
+            rows = float(sizes[sets.candidates].sum())
+            total += costs.between + costs.mark + stages.project.seconds(rows) + stages.back.seconds(rows)
+            total += stages.merge.seconds(sets.visible) + stages.split.seconds(sets.visible)
+            total += stages.pixels * whole(task)
+        return total
 
     def _replicated(self, scene: ShardedScene, setup: Setup, plan: Plan, mode: str) -> dict[str, Any]:
         outcome = simulate(replace(scene.scene, columns=COLUMNS), plan, setup, mode)  # type: ignore[arg-type]
@@ -198,17 +235,17 @@ def kinds_at(options: Options, ranks: int) -> list[str]:
     kinds = [*MODES, "barrier, random"]
     if ranks <= options.replicated:
         kinds += [f"{mode}, replicated" for mode in MODES]
-    return [*kinds, "barrier, strips", "throughput, strips"] if ranks >= 8 else kinds
+    others = [f"{mode}, {what}" for what in ("strips", "nearby") for mode in ("barrier", "throughput")]
+    return [*kinds, *others] if ranks in options.variants else kinds
 
 
 def cases(device: Device) -> dict[str, Device]:
     """One assumption changed at a time."""
     return {
         "no skew": replace(device, skew=0.0),
-        "skew 0.3": replace(device, skew=0.3),
         "rendering 3 times as fast": replace(device, speed=3 * device.speed),
         "rendering 10 times as fast": replace(device, speed=10 * device.speed),
-        "everything else a third as fast": replace(device, overhead_speed=device.overhead_speed / 3),
+        "all else than rendering a third as fast": replace(device, overhead_speed=device.overhead_speed / 3),
         "as recorded, no more detail": replace(device, detail=1.0),
     }
 
@@ -224,6 +261,7 @@ def main() -> None:
     for number, path in enumerate(options.recordings):
         recording = load_recording(path)
         sharded = sharded_scene_of(recording)
+        sharded = smooth(sharded) if options.smooth else sharded
         name = path.name if path.is_dir() else path.parent.name
         facts[name] = {"views": recording.views, "primitives": recording.primitives}
         facts[name] |= {"ms": 1e3 * float(sharded.scene.seconds.mean()), "pixels": sharded.stages.pixels}
@@ -236,8 +274,8 @@ def main() -> None:
                     options.json.write_text(json.dumps(rows, indent=1))
             if options.what_decides and number == 0:
                 for case, other in cases(device).items():
-                    for kind in MODES:
-                        study.row(fabric, max(options.ranks), kind, other, case)
+                    for kind in ("barrier", "throughput"):
+                        study.row(fabric, options.what_decides, kind, other, case)
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=1))
     mine = [r for r in rows if r["steps"] == options.steps]

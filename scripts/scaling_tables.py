@@ -48,6 +48,7 @@ def tables(rows: Sequence[Row], facts: dict[str, dict[str, float]], options: Opt
         ]
         for fabric in dict.fromkeys(r["fabric"] for r in rows if r["scene"] == scene):
             out += [*_main(rows, scene, fabric), ""]
+    out += _variants(rows)
     out += _replicated(rows)
     out += _cases(rows)
     return "\n".join(out).rstrip()
@@ -56,24 +57,46 @@ def tables(rows: Sequence[Row], facts: dict[str, dict[str, float]], options: Opt
 def _main(rows: Sequence[Row], scene: str, fabric: str) -> list[str]:
     out = [
         f"| {fabric}: devices | barrier [views/s] | it waits | quality | throughput | throughput hides | throughput to"
-        " barrier, random | efficiency: barrier | quality | throughput | barrier, strips | throughput, strips | owned"
-        " elsewhere | owners a view | MB a step | replicated | GB a device | replicated |",
-        "| --- " * 18 + "|",
+        " barrier, random | efficiency: barrier | quality | throughput | owned elsewhere | owners a view | MB a step"
+        " | replicated | GB a device | replicated |",
+        "| --- " * 16 + "|",
     ]
     for ranks in sorted({r["ranks"] for r in rows if r["scene"] == scene and not r["case"]}):
         base, quality, late = (of(rows, scene, fabric, ranks, mode) for mode in MODES)
         if base is None or quality is None or late is None:
             continue
-        strips = [of(rows, scene, fabric, ranks, f"{mode}, strips") for mode in ("barrier", "throughput")]
         random = of(rows, scene, fabric, ranks, "barrier, random")
         out.append(
             f"| {ranks} | {base['rate']:.1f} | {base['waits']:.0%} | {gain(quality, base)} | {gain(late, base)} "
             f"| {hidden(late, base)} | {gain(late, random)} | {base['efficiency']:.0%} | {quality['efficiency']:.0%} "
-            f"| {late['efficiency']:.0%} | {gain(strips[0], base)} | {gain(strips[1], base)} | {base['far']:.0%} "
+            f"| {late['efficiency']:.0%} | {base['far']:.0%} "
             f"| {base['owners']:.1f} | {base['bytes'] / 1e6:,.0f} | {base['replicated bytes'] / 1e6:,.0f} "
             f"| {late['memory'] / 1e9:.2f} | {base['whole memory'] / 1e9:.1f} |"
         )
     return out
+
+
+def _variants(rows: Sequence[Row]) -> list[str]:
+    found = [r for r in rows if r["kind"] == "barrier, strips"]
+    if not found:
+        return []
+    out = [
+        "Pixels of a step spread evenly over all devices (strips), and views at the devices that own most of what they "
+        "see (nearby). Speed relative to the same mode without:",
+        "",
+        "| scene | cluster | devices | barrier, strips | throughput, strips | barrier, nearby | throughput, nearby "
+        "| throughput to barrier, both nearby | owned elsewhere: planned | nearby |",
+        "| --- " * 10 + "|",
+    ]
+    for row in sorted(found, key=lambda r: (r["scene"], r["fabric"], r["ranks"])):
+        key = (row["scene"], row["fabric"], row["ranks"])
+        pairs = [(f"{mode}, {what}", mode) for what in ("strips", "nearby") for mode in ("barrier", "throughput")]
+        cells = [gain(of(rows, *key, kind), of(rows, *key, mode)) for kind, mode in pairs]
+        near = of(rows, *key, "barrier, nearby")
+        both = gain(of(rows, *key, "throughput, nearby"), near)
+        far = "" if near is None else f"{near['far']:.0%}"
+        out.append(f"| {' | '.join(map(str, (*key, *cells, both)))} | {row['far']:.0%} | {far} |")
+    return [*out, ""]
 
 
 def _replicated(rows: Sequence[Row]) -> list[str]:
@@ -101,17 +124,17 @@ def _cases(rows: Sequence[Row]) -> list[str]:
     out = [
         f"What decides, {found[0]['scene']}, {ranks} devices, one assumption changed at a time:",
         "",
-        "| cluster | change | barrier waits | quality | throughput | throughput hides | efficiency: barrier "
+        "| cluster | change | barrier [views/s] | it waits | throughput | it hides | efficiency: barrier "
         "| throughput |",
         "| --- " * 8 + "|",
     ]
     for fabric in dict.fromkeys(r["fabric"] for r in found):
         for case in ["", *dict.fromkeys(r["case"] for r in found)]:
-            base, quality, late = (of(rows, found[0]["scene"], fabric, ranks, mode, case) for mode in MODES)
-            if base is None or quality is None or late is None:
+            base, late = (of(rows, found[0]["scene"], fabric, ranks, mode, case) for mode in ("barrier", "throughput"))
+            if base is None or late is None:
                 continue
             out.append(
-                f"| {fabric} | {case or 'none'} | {base['waits']:.0%} | {gain(quality, base)} | {gain(late, base)} "
+                f"| {fabric} | {case or 'none'} | {base['rate']:.1f} | {base['waits']:.0%} | {gain(late, base)} "
                 f"| {hidden(late, base)} | {base['efficiency']:.0%} | {late['efficiency']:.0%} |"
             )
     return [*out, ""]

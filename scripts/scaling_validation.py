@@ -116,8 +116,8 @@ def predict(
     out, begin = [], found[0]["first"]
     for stretch in found[0]["stretches"]:
         if stretch["mode"] == mode:
-            at = stretch["first"] - begin
-            plan = Replayed(found[0]["views"][at : at + stretch["steps"]], ranks)
+            at, steps = int(stretch["first"] - begin), int(stretch["steps"])
+            plan = Replayed(found[0]["views"][at : at + steps], ranks)
             setup = Setup(ranks, plan.views_per_step, link, epochs=1e-9, least_steps=plan.steps, structural_every=0)
             out.append(simulate_sharded(scene, plan, setup, mode))
     return out

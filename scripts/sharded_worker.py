@@ -21,7 +21,7 @@ def memory() -> dict[str, float]:
     fields = {}
     for line in Path("/proc/self/status").read_text().splitlines():
         name, value = line.split(":", 1)
-        fields[name] = value.split()[0]
+        fields[name] = (value.split() or [""])[0]  # some have no value
     return {"own": int(fields["RssAnon"]) / 1e3, "peak": int(fields["VmHWM"]) / 1e3}
 
 
@@ -78,10 +78,12 @@ def main() -> None:
         step = trainer._start_step
         result["stretches"] = []
         policies = {mode: make_policy(mode) for mode in job["modes"]}
-        for mode in [job["modes"][-1], *job["modes"] * job["repeats"]]:  # the first stretch warms up and is dropped
+        for one in range(step, step + steps):  # warms up, as configured
+            trainer._train_step(one)
+        step += steps
+        for mode in job["modes"] * job["repeats"]:
             result["stretches"].append({**stretch(trainer, policies[mode], step, steps), "first": step})
             step += steps
-        del result["stretches"][0]
         result["first"] = first[0] + steps
         result["views"] = [trainer.runner.plan.views_of_step(s).tolist() for s in range(result["first"], step)]
     result |= memory()

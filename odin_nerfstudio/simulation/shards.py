@@ -91,6 +91,7 @@ class Cut:
             self._local[mine] = np.arange(len(mine), dtype=np.int32)
             self._rows.append(mine)
         self._views: dict[int, _ByOwner] = {}
+        self._sets: dict[tuple[int, int], ViewSets] = {}
 
     def primitives(self) -> np.ndarray:
         """Primitives of each shard. [ranks]"""
@@ -110,6 +111,11 @@ class Cut:
 
     def sets(self, view: int, rank: int) -> ViewSets:
         """A view's sets among the rows of one rank, in that rank's numbers; its mass is a share of theirs."""
+        if (view, rank) not in self._sets:
+            self._sets[view, rank] = self._cut_sets(view, rank)
+        return self._sets[view, rank]
+
+    def _cut_sets(self, view: int, rank: int) -> ViewSets:
         by, whole = self._by_owner(view), self.scene.sets[view]
         a, b = by.candidate_starts[rank : rank + 2]
         c, d = by.starts[rank : rank + 2]

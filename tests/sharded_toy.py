@@ -359,7 +359,8 @@ def _rank_main(rank: int, world_size: int, folder: str, runs: dict[str, Run]) ->
             dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
         for name, run in runs.items():
             (out / name).mkdir(exist_ok=True)
-            limits = FaultLimits(stall=run.stall, heartbeat=min(1.0, run.stall / 6), exit_grace=8.0)
+            grace = 2.0 if run.fault.startswith("hang") else 8.0
+            limits = FaultLimits(stall=run.stall, heartbeat=min(1.0, run.stall / 6), exit_grace=grace)
             transport = GlooTransport(limits) if world_size > 1 else LocalTransport()
             engine = None
             try:

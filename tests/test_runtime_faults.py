@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 from runtime_toy import Toy, run_ranks
+from sharded_toy import Run, run_sharded
 
+from odin_nerfstudio.runtime.blame import who_stalls
 from odin_nerfstudio.runtime.faults import EXIT_CODE, FaultLimits
+from odin_nerfstudio.runtime.status import RankStatus
+from odin_nerfstudio.runtime.transport import Activity, PeerReport
 
 SMALL = Toy(primitives=200, steps=200, lanes=3, jitter=0.002, refine_every=10**6, reset_every=10**6)
 
@@ -49,6 +53,37 @@ def test_a_rank_that_hangs_but_answers_is_named(tmp_path: Path) -> None:
     assert codes == [EXIT_CODE] * 3  # the hanging rank is ended by its own deadline
     assert failures[0][0] == failures[2][0] == 1
     assert any("though its process answers" in text for _, text in failures.values())
+
+
+def test_with_sharded_primitives_it_is_not_one_that_waits_itself_that_is_named(tmp_path: Path) -> None:
+    run = Run(primitives=300, lanes=3, fault="hang:2:6", stall=3.0)
+    outcome = run_sharded(3, tmp_path, {"run": run})
+    assert outcome.codes == [EXIT_CODE] * 3, outcome.errors
+    for rank in (0, 1):
+        culprit, text = outcome.failures[rank]
+        assert culprit == 2, text
+        assert "rank 2 has not contributed for 3 s, though its process answers (at its step 6, updating)" in text
+        assert "noticed at step" in text and "waiting for step" in text
+
+
+def test_blame_follows_those_that_wait() -> None:
+    reports = {rank: PeerReport(7, Activity.TRAINING, True) for rank in range(1, 5)}
+    doing = {
+        1: RankStatus(1, 8, "waiting", "raw", [(7, 2), (7, 0)], 9.0),
+        2: RankStatus(2, 7, "waiting", "raw", [(6, 3)], 9.0),
+        3: RankStatus(3, 6, "computing", seconds=9.5),
+        4: RankStatus(4, 7, "updating", seconds=0.1),
+    }
+    found = who_stalls(0, {1}, doing, reports, 9.0)
+    assert found is not None and found[0] == 3 and "for 9 s" in found[1] and "computing" in found[1]
+    assert (who_stalls(0, {1, 4}, doing, reports, 9.0) or [0])[0] == 3  # the one that has been at it for longest
+    assert (who_stalls(0, (), doing, reports, 9.0) or [0])[0] == 3  # nobody in particular is awaited
+    del doing[3]
+    assert (who_stalls(0, {1}, doing, reports, 9.0) or [0])[0] == 3  # it does not even answer, though it is alive
+    reports[3] = PeerReport(6, Activity.TRAINING, False)
+    assert who_stalls(0, {1}, doing, reports, 9.0) is None  # stopped or gone: its silence will be noticed
+    doing = {1: RankStatus(1, 8, "waiting", "raw", [(7, 0)], 9.0)}
+    assert (who_stalls(0, {1}, doing, reports, 9.0) or [0])[0] == 1  # all wait for each other
 
 
 def test_a_rank_that_raises_in_set_up_is_named(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ class OdinSplatfactoModel(OdinSplats):
             camera_to_world = camera.camera_to_worlds
 
         rows = {name: cast(Tensor, row) for name, row in self.gauss_params.items()}
-        if self.crop_box is not None and not self.training:
+        if self.crop_box is not None and not self.training and self.remote is None:  # else owners crop
             inside = self.crop_box.within(self.means).reshape(-1)
             if not inside.any():
                 width, height = int(camera.width.item()), int(camera.height.item())

@@ -118,7 +118,7 @@ class OdinTrainer(Trainer):
             super().setup(test_mode)
             self.pipeline.splats.strategy.verbose = self.rank == 0  # every rank does the same surgery
             self.runner = self._make_runner()
-            self.scalars = StepScalars(self.runner.engine, self.config.logging.steps_per_log)
+            self.scalars = StepScalars(self.runner.engine)
             self.runner.engine.on_step(self.scalars)
             self.recorder = start_recording(self.runner.engine, self.config.pipeline.odin.record)
             if self.rank == 0 and Place.of_torchrun() is not None:

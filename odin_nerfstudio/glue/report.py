@@ -23,16 +23,16 @@ _ESTIMATE_EVERY = 5.0
 class StepScalars:
     """Turns the records of published steps into scalars for TensorBoard, W&B and the console, on rank 0."""
 
-    def __init__(self, engine: Engine, every: int) -> None:
-        """every: published steps between two entries of the detailed scalars."""
-        self._engine, self._every = engine, max(1, every)
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._records: list[StepRecord] = []
         self._several = engine.transport.world_size > 1
         self._since, self._wait, self._tasks, self._delayed, self._step = now(), 0.0, 0, 0, engine.current
         self._asked, self._hidden = now(), 0.0
         if engine.transport.rank == 0:
             late = [DELAYED] if engine.policy.max_delay else []
-            console_columns([VIEWS, *([WAIT, HIDDEN, *late] if self._several else [])])
+            hidden = [HIDDEN] if engine.knows_barrier else []
+            console_columns([VIEWS, *([WAIT, *hidden, *late] if self._several else [])])
 
     def __call__(self, record: StepRecord) -> None:
         """Takes the record of a step that has been published entirely."""
@@ -40,20 +40,22 @@ class StepScalars:
         self._tasks += record.tasks
         self._delayed += len(record.delayed)
         self._records.append(record)
-        if len(self._records) >= self._every:
-            self._write_details(record.step)
 
     def write(self, step: int) -> None:
-        """Writes the figures of the console line; when a step is logged."""
+        """Writes the figures of the console line, and the details of all steps that were published since the last time;
+        when a step is logged. All carry that step, since W&B leaves out what comes with an earlier one."""
         seconds = max(1e-6, now() - self._since)
         views = (self._engine.current - self._step) * self._engine.plan.views_per_step
         writer.put_scalar(VIEWS, views / seconds, step)
         if self._several:
             writer.put_scalar(WAIT, min(1.0, self._wait / seconds), step)
-            writer.put_scalar(HIDDEN, self._hidden_share(), step)
+            if self._engine.knows_barrier:
+                writer.put_scalar(HIDDEN, self._hidden_share(), step)
             writer.put_scalar(DELAYED, self._delayed / max(1, self._tasks), step)
         self._since, self._wait, self._tasks, self._delayed = now(), 0.0, 0, 0
         self._step = self._engine.current
+        if self._records:
+            self._write_details(step)
 
     def _hidden_share(self) -> float:
         """As of the last answers of the other ranks; asks again every few seconds."""

@@ -27,6 +27,7 @@ from odin_nerfstudio.glue.tables import model_tables
 from odin_nerfstudio.rendering.stages import Projection, StageView, ViewSplats
 from odin_nerfstudio.runtime.noise import PositionNoise
 from odin_nerfstudio.runtime.shadow import Task
+from odin_nerfstudio.runtime.sharded.crop import Crop
 from odin_nerfstudio.runtime.sharded.engine import ShardedEngine
 from odin_nerfstudio.runtime.sharded.requests import Requests
 from odin_nerfstudio.runtime.sharded.surgery import ShardStrategy
@@ -173,7 +174,9 @@ class ShardedRunner(StepRunner):
             return self._splats
         with_depth = view["render_mode"] != "RGB"
         stage = self.projector.stage_view(view["viewmats"], view["Ks"], view["width"], view["height"], with_depth)
-        return self.requests.splats(stage, self._model.step)
+        box = self._model.crop_box
+        crop = None if box is None else Crop(box.R.float(), box.T.float(), box.S.float())
+        return self.requests.splats(stage, self._model.step, crop)
 
     def _run_task(self, task: Task, with_metrics: bool) -> tuple[torch.Tensor, dict[str, Any]]:
         model, timer, lanes = self._model, self.timer, self.plan.views_per_step

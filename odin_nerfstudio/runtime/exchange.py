@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from odin_nerfstudio.runtime import messages
+from odin_nerfstudio.runtime.blame import who_stalls
 from odin_nerfstudio.runtime.faults import RankFailure
-from odin_nerfstudio.runtime.gate import BARRIER, Decision
+from odin_nerfstudio.runtime.gate import BARRIER, Awaited, Decision
 from odin_nerfstudio.runtime.messages import FRAME_WORDS, Contribution
 from odin_nerfstudio.runtime.reduction import OwnerReducer, share_for
 from odin_nerfstudio.runtime.status import StatusBoard
@@ -22,14 +24,22 @@ from odin_nerfstudio.runtime.transport import Kind, Received, bytes_message, emp
 if TYPE_CHECKING:
     from odin_nerfstudio.runtime.engine import Engine
 
+EXCHANGE, PICTURE, ROWS = "exchange", "picture", "rows"
+"""What else ranks wait for, beside what gates do: each other's data at a drain, splats of a picture, rows."""
+_PARTS = {EXCHANGE: "data", PICTURE: "splats", ROWS: "rows"}
 _PATIENCE = 0.5
 """Seconds between looks at whether the peers that are waited for are still working."""
+_ANSWERS = 5.0
+"""Seconds within which a peer whose process lives says what it is doing."""
 _STEPWISE = (Kind.CONTRIBUTION, Kind.SHARE, Kind.SUMS, Kind.PROGRESS)
 """Messages that belong to a step; their first word is its number."""
 
 
 class Exchange:
     """The engine's side of all messages."""
+
+    of_owners = "sums"
+    """What ranks get from owners of rows, in words."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -138,33 +148,46 @@ class Exchange:
         Raises:
             RankFailure: A rank failed, or one that is waited for keeps this rank waiting beyond the limit.
         """
-        plan = self._engine.plan
-        begin = now()
+        begin, asked = now(), 0.0
         while True:
             try:
                 received = self._transport.receive(_PATIENCE)
             except RankFailure as failure:
                 raise failure.at(step, self._words(decision)) from None
-            if received is not None and received.kind == Kind.STATUS:
-                continue  # dealt with by the tap; nothing that a gate could wait for
-            if received is not None:
+            # answers to who watches the run are dealt with by the tap; they are nothing that a gate could wait for
+            if received is not None and received.kind != Kind.STATUS:
                 self._take(received)
                 self.poll()
                 return received.peer
             reports = {r: self._transport.activity(r) for r in self._peers}
             if not all(report.working for report in reports.values()):
-                begin = now()  # somebody is busy or paused on purpose
-            limit = self._engine.options.stall
-            if now() - begin > limit:
-                awaited = {a.rank(plan.rank) for a in decision.awaited} or set(self._peers)
-                for rank in sorted(r for r in awaited if r in reports and reports[r].answers):
-                    reason = f"has not contributed for {limit:g} s, though its process answers (from its step"
-                    raise RankFailure(rank, f"{reason} {reports[rank].step})").at(step, self._words(decision))
+                begin, asked = now(), 0.0  # somebody is busy or paused on purpose
+            if now() - begin <= self._engine.options.stall:
+                continue
+            if not asked:
+                asked = now()
+                self.board.ask()
+            elif now() - asked > _ANSWERS or len(self.board.heard_since(asked)) == len(self._peers):
+                awaited = {a.rank(self._engine.plan.rank) for a in decision.awaited}
+                doing = self.board.heard_since(asked)
+                found = who_stalls(self._transport.rank, awaited, doing, reports, self._engine.options.stall)
+                if found is not None:
+                    raise RankFailure(*found).at(step, self._words(decision))
+                asked = 0.0
+
+    def wait_for(self, ranks: Iterable[int], what: str) -> None:
+        """As `wait`, for something of some ranks that belongs to no task: `EXCHANGE`, `PICTURE` or `ROWS`."""
+        step, telemetry = self._engine.current, self._engine.telemetry
+        decision = Decision(what, tuple(Awaited(step, -1 - rank) for rank in ranks))
+        doing = telemetry.doing
+        telemetry.enter("waiting", step, what, tuple((a.step, a.lane) for a in decision.awaited))
+        self.wait(step, decision)
+        telemetry.doing = doing
 
     def _words(self, decision: Decision) -> str:
-        plan = self._engine.plan
+        plan, part = self._engine.plan, _PARTS.get(decision.hazard or "", self.of_owners)
         names = [
-            f"step {a.step} {f'lane {a.lane}' if a.lane >= 0 else 'sums'} of rank {a.rank(plan.rank)}"
+            f"step {a.step} {f'lane {a.lane}' if a.lane >= 0 else part} of rank {a.rank(plan.rank)}"
             for a in decision.awaited[:4]
         ]
         more = f" and {len(decision.awaited) - 4} more" if len(decision.awaited) > 4 else ""
@@ -279,8 +302,8 @@ class Exchange:
             self._transport.send(others, Kind.BLOB, bytes_message(tagged))
         if me not in targets:
             return None
-        while any((p, self._round) not in self._blobs for p in self._peers):
-            self.wait(self._engine.current, Decision("exchange"))
+        while missing := [p for p in self._peers if (p, self._round) not in self._blobs]:
+            self.wait_for(missing, EXCHANGE)
         return [data if r == me else self._blobs.pop((r, self._round)) for r in range(self._transport.world_size)]
 
     def gather_summaries(self, summary: dict[str, float]) -> list[dict[str, float]] | None:

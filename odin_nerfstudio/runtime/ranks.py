@@ -22,6 +22,8 @@ class Rank:
     telemetry: Telemetry
     store: PublishedStore
     lookahead: int
+    knows_barrier = True
+    """What a barrier would have cost can be estimated from the telemetry's timeline."""
     _exchange: Exchange
 
     @property

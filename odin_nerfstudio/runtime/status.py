@@ -56,6 +56,7 @@ class StatusBoard:
         self._telemetry, self._peers, self._send = telemetry, list(peers), send
         self._rank_of = rank_of
         self._heard: dict[int, RankStatus] = {}
+        self._heard_at: dict[int, float] = {}
         self._timelines: dict[int, bytes] = {}
 
     def ask(self, with_timeline: bool = False) -> None:
@@ -74,6 +75,7 @@ class StatusBoard:
         elif kind == _ANSWER:
             answer = json.loads(rest)
             self._heard[received.peer] = RankStatus(**answer)
+            self._heard_at[received.peer] = now()
         elif kind == _TIMELINE:
             self._timelines[received.peer] = rest
 
@@ -81,6 +83,10 @@ class StatusBoard:
         """This rank's and the peers' last answers, by rank."""
         mine = self._describe()
         return dict(sorted({mine.rank: mine, **self._heard}.items()))
+
+    def heard_since(self, time: float) -> dict[int, RankStatus]:
+        """The answers that have come since a time (monotonic clock, seconds), by rank."""
+        return {rank: status for rank, status in self._heard.items() if self._heard_at.get(rank, 0.0) >= time}
 
     def estimate(self) -> BarrierEstimate | None:
         """What a barrier would have cost lately; None before all peers have answered `ask` with their timelines."""

@@ -60,6 +60,8 @@ from odin_nerfstudio.runtime.transport import Activity, LocalTransport, Received
 class ShardedEngine(Rank):
     """Drives this rank's shard and its views; see the module's text."""
 
+    knows_barrier = False
+
     def __init__(
         self,
         plan: TaskPlan,
@@ -191,15 +193,16 @@ class ShardedEngine(Rank):
         self._release(task.step)
         record = self.telemetry.record(task.step)
         self._serve()
-        key, everyone = (task.step, task.lane), range(self.transport.world_size)
+        key, everyone, me = (task.step, task.lane), range(self.transport.world_size), self.transport.rank
         hazard = RAW if self.policy.partial else BARRIER
         met = False
         while len(found := self._shards.splats.get(key, {})) < self.transport.world_size:
             if not met:
                 met = True
                 record.conflicts += 1
-            late = tuple(Awaited(task.step, -1 - r) for r in everyone if r not in found)
-            self._await(task.step, Decision(hazard, late))
+            late = tuple(Awaited(task.step, -1 - r) for r in everyone if r not in found and r != me)
+            mine = () if me in found else self.owner.awaited(task.step)
+            self._await(task.step, Decision(hazard, late + mine))
         begin = now()
         projector = self.owner.projector
         merged = MergedView(self._shards.splats.pop(key), projector.view(task.step, task.view), projector.kind)
@@ -264,7 +267,7 @@ class ShardedEngine(Rank):
         self.transport.report(step + 1, Activity.TRAINING)
         self._serve()
         while self.low < step - self.options.lookahead:
-            self._await(step, Decision(LOOKAHEAD, self.owner.missing()))
+            self._await(step, Decision(LOOKAHEAD, self.owner.awaited(self.current)))
 
     # -- structural steps and drains
 
@@ -282,7 +285,7 @@ class ShardedEngine(Rank):
             raise ValueError(f"drain: step {self.current - 1} is no fence; owners may be beyond it")
         self._serve()
         while self.low < self.current:
-            self._await(self.current - 1, Decision(reason, self.owner.missing()))
+            self._await(self.current - 1, Decision(reason, self.owner.awaited(self.current)))
         ahead, staged, applied = self.owner.waiting_rows(), self.owner.staged_rows, self.publisher.applied_rows
         if staged != applied + ahead:
             raise RuntimeError(

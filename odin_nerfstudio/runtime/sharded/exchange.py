@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from odin_nerfstudio.runtime.exchange import Exchange
-from odin_nerfstudio.runtime.gate import Decision
+from odin_nerfstudio.runtime.exchange import EXCHANGE, Exchange
 from odin_nerfstudio.runtime.messages import FRAME_WORDS
 from odin_nerfstudio.runtime.sharded import packets
 from odin_nerfstudio.runtime.sharded.packets import GradientPacket, SplatPacket
@@ -25,6 +24,8 @@ Handler = Callable[[Received], None]
 
 class ShardExchange(Exchange):
     """The sharded engine's side of all messages."""
+
+    of_owners = "splats"
 
     def __init__(self, engine: ShardedEngine) -> None:
         super().__init__(cast("Engine", engine))
@@ -127,7 +128,7 @@ class ShardExchange(Exchange):
             self._transport.send(self._peers, Kind.BLOB, bytes_message(self._round.to_bytes(8, "little") + data))
             return data
         while (0, self._round) not in self._blobs:
-            self.wait(self._sharded.current, Decision("exchange"))
+            self.wait_for([0], EXCHANGE)
         return self._blobs.pop((0, self._round))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from odin_nerfstudio.runtime import rows
-from odin_nerfstudio.runtime.gate import Decision
+from odin_nerfstudio.runtime.exchange import ROWS
 from odin_nerfstudio.runtime.messages import FRAME_WORDS
 from odin_nerfstudio.runtime.sharded.exchange import header
 from odin_nerfstudio.runtime.transport import Kind, Received, empty_message
@@ -60,8 +60,8 @@ class RowMoves:
                 self._engine.exchange_of_shards.send_words([rank], Kind.MOVED, words)
         own = (target == me).nonzero().flatten()
         parts = [[t.detach()[own]] for t in tensors]
-        while len(self._complete) < world_size - 1:
-            self._engine.exchange_of_shards.wait(self._engine.current, Decision("rows"))
+        while missing := set(range(world_size)) - {me} - self._complete:
+            self._engine.exchange_of_shards.wait_for(sorted(missing), ROWS)
         self._complete.clear()
         for rank in sorted(self._pieces):
             for words in self._pieces[rank]:

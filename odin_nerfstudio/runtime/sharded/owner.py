@@ -312,10 +312,11 @@ class Owner:
 
     # -- for those who wait
 
-    def missing(self) -> tuple[Awaited, ...]:
-        """Lanes whose gradients the steps that this rank has passed wait for."""
-        known = (self._steps.get(s) for s in range(self.low, self.current))
-        return tuple(Awaited(s.step, n) for s in known if s is not None for n in s.missing())
+    def awaited(self, before: int) -> tuple[Awaited, ...]:
+        """Lanes of steps before one that have been projected and whose gradients are not back; only these hold up what
+        is not projected yet."""
+        known = (staged for s in range(self.low, before) if (staged := self._steps.get(s)) is not None)
+        return tuple(Awaited(s.step, n) for s in known for n, lane in enumerate(s.lanes) if lane.phase == Phase.IDS)
 
     def waiting_rows(self) -> int:
         """Gradient rows staged for steps that are not published entirely."""

@@ -17,10 +17,11 @@ from torch import Tensor
 from odin_nerfstudio.rendering.stages import StageView, ViewSplats
 from odin_nerfstudio.runtime import rows
 from odin_nerfstudio.runtime.candidates import ViewTest
-from odin_nerfstudio.runtime.gate import Decision
+from odin_nerfstudio.runtime.exchange import PICTURE, ROWS
 from odin_nerfstudio.runtime.messages import FRAME_WORDS
 from odin_nerfstudio.runtime.reads import VisibilityReads
 from odin_nerfstudio.runtime.sharded import packets
+from odin_nerfstudio.runtime.sharded.crop import Crop
 from odin_nerfstudio.runtime.sharded.engine import ShardedEngine
 from odin_nerfstudio.runtime.sharded.exchange import header
 from odin_nerfstudio.runtime.sharded.packets import SplatPacket
@@ -39,6 +40,7 @@ class _Question:
 
     view: StageView
     step: int
+    crop: Crop | None
     found: dict[int, SplatPacket] = field(default_factory=dict)
     asked: bool = False
     done: threading.Event = field(default_factory=threading.Event)
@@ -67,27 +69,27 @@ class Requests:
 
     # -- pictures
 
-    def splats(self, view: StageView, step: int) -> ViewSplats:
+    def splats(self, view: StageView, step: int, crop: Crop | None = None) -> ViewSplats:
         """The splats of all primitives that a view sees, as each owner has them when it is asked. On rank 0.
 
-        step: Which bands of spherical harmonics are switched on. From another thread than the training thread this
-        waits until the training thread comes to a hook.
+        step: Which bands of spherical harmonics are switched on. crop: Only what lies in it. From another thread than
+        the training thread this waits until the training thread comes to a hook.
 
         Raises:
             RankFailure: A rank failed (in the training thread).
             RuntimeError: The run has failed (in another thread).
         """
         if self._world == 1:  # the viewer and the training thread exclude each other by the trainer's lock
-            return MergedView({0: self._packet(0, view, step)}, view, self._owner.projector.kind).splats
+            return MergedView({0: self._packet(0, view, step, crop)}, view, self._owner.projector.kind).splats
         with self._lock:
             self._number += 1
             number = self._number
-            question = self._questions[number] = _Question(view, step)
+            question = self._questions[number] = _Question(view, step, crop)
         try:
             if threading.get_ident() == self._thread:
                 self._ask(number)
                 while not question.done.is_set():
-                    self._exchange.wait(self.engine.current, Decision("picture"))
+                    self._exchange.wait_for([r for r in range(self._world) if r not in question.found], PICTURE)
             else:  # by way of the training thread, which may be waiting for a message
                 words = empty_message(torch.tensor([number], dtype=torch.int32))
                 self.engine.transport.deliver(Received(self._me, Kind.ASK_VIEW, words, now()))
@@ -119,20 +121,24 @@ class Requests:
         question.asked = True
         peers = [r for r in range(self._world) if r != self._me]
         if peers:
-            self._exchange.send_words(peers, Kind.ASK_VIEW, _encode_question(number, question.view, question.step))
-        self._found(number, self._me, self._packet(number, question.view, question.step))
+            words = _encode_question(number, question.view, question.step, question.crop)
+            self._exchange.send_words(peers, Kind.ASK_VIEW, words)
+        self._found(number, self._me, self._packet(number, question.view, question.step, question.crop))
 
     def _answer_view(self, received: Received) -> None:
         if received.peer == self._me:
             self._ask(header(received.words, 1)[0])
             return
-        number, view, step = _decode_question(received.words)
-        self._exchange.send_words([received.peer], Kind.VIEW, packets.encode_splats(self._packet(number, view, step)))
+        number, view, step, crop = _decode_question(received.words)
+        words = packets.encode_splats(self._packet(number, view, step, crop))
+        self._exchange.send_words([received.peer], Kind.VIEW, words)
 
-    def _packet(self, number: int, view: StageView, step: int) -> SplatPacket:
+    def _packet(self, number: int, view: StageView, step: int, crop: Crop | None) -> SplatPacket:
         owner = self._owner
         test = ViewTest.of(view.viewmat, view.K, view.width, view.height, near=view.near, far=view.far)
         mask = cast(VisibilityReads, owner.table.reads).mark_now(test)
+        if crop is not None:
+            mask &= crop.inside(owner.table.parameters["means"].detach()).to(mask.dtype)
         places, splats = owner.snapshot(view, step, rows.ids_of_mask(mask))
         return SplatPacket(number, 0, places, splats)
 
@@ -186,7 +192,7 @@ class Requests:
                 piece = self._piece(start, min(size, count - start))
             else:
                 while (rank, start) not in self._rows:
-                    self._exchange.wait(self.engine.current, Decision("rows"))
+                    self._exchange.wait_for([rank], ROWS)
                 piece = self._rows.pop((rank, start))
             _put(piece, min(size, count - start), targets)
 
@@ -215,20 +221,20 @@ def _ints(*values: int) -> Tensor:
     return empty_message(torch.tensor(values, dtype=torch.int32))
 
 
-def _encode_question(number: int, view: StageView, step: int) -> Tensor:
+def _encode_question(number: int, view: StageView, step: int, crop: Crop | None) -> Tensor:
     flags = view.with_depth + 2 * view.antialiased
     floats = [*view.viewmat.reshape(-1).tolist(), *view.K.reshape(-1).tolist()]
-    floats += [view.near, view.far, view.radius_clip, view.eps2d]
+    floats += [view.near, view.far, view.radius_clip, view.eps2d, *(() if crop is None else crop.floats())]
     whole = torch.tensor([number, step, view.width, view.height, flags], dtype=torch.int32)
     return empty_message(torch.cat((whole, torch.tensor(floats, dtype=torch.float32).view(torch.int32))))
 
 
-def _decode_question(words: Tensor) -> tuple[int, StageView, int]:
+def _decode_question(words: Tensor) -> tuple[int, StageView, int, Crop | None]:
     number, step, width, height, flags = header(words, 5)
     floats = words[FRAME_WORDS + 5 :].clone().view(torch.float32)
-    near, far, clip, eps2d = floats[25:].tolist()
+    near, far, clip, eps2d, *crop = floats[25:].tolist()
     view = StageView(
         floats[:16].view(4, 4), floats[16:25].view(3, 3), width, height, near, far, clip, eps2d, bool(flags & 1),
         bool(flags & 2),
     )  # fmt: skip
-    return number, view, step
+    return number, view, step, Crop.of(crop) if crop else None

@@ -165,9 +165,14 @@ class OdinTrainer(Trainer):
             finish_recording(
                 self.recorder, engine, self.pipeline.datamanager, self.pipeline.seed, self.config.pipeline.odin.record
             )
-            engine.close()
-        if self.rank == 0:
+            shows = self._let_go()
+        if shows:
             self._after_train()
+
+    def _let_go(self) -> bool:
+        """Ends the run for all ranks; whether this one has an end to show."""
+        self.runner.engine.close()
+        return self.rank == 0
 
     @contextmanager
     def _failures_told(self) -> Iterator[None]:
@@ -209,7 +214,7 @@ class OdinTrainer(Trainer):
 
     def _say_stopping(self) -> None:
         self.config.viewer.quit_on_train_completion = True
-        if self.rank == 0:
+        if self.rank == 0 and self.training_state != "completed":
             CONSOLE.log("Stopping: saving the finished steps (Ctrl-C once more to end at once)")
 
     def _train_step(self, step: int) -> None:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 PERIOD = 0.5
 """Seconds between two updates."""
+PATIENCE = 2.0
+"""Seconds within which the other ranks answer at the end of a run."""
 SPAN = 8
 """Updates over which rates are averaged."""
 ESTIMATE_EVERY = 6
@@ -66,6 +68,10 @@ class OdinPanel:
 
     def finish(self, sentence: str) -> None:
         """The run is over and the other ranks are about to leave; the tab keeps its last state and says a sentence."""
+        ranks, end = self._runner.engine.transport.world_size, time.monotonic() + PATIENCE
+        self._board.ask()
+        while len(self._board.statuses()) < ranks and time.monotonic() < end:  # nobody may have asked before
+            time.sleep(0.02)
         self._last_word = sentence
         self._ended = True
         self._connected.set()
@@ -114,7 +120,7 @@ class OdinPanel:
             panel_text.rank_table(statuses, rates),
             panel_text.finished(self._last_word)
             if ended
-            else panel_text.figures(list(rates.values()), self._estimate, mode, ranks),
+            else panel_text.figures(list(rates.values()), self._estimate, mode, ranks, runner.engine.knows_barrier),
         ]
         for part, text in zip(self._parts, texts):
             if part.content != text:

@@ -111,15 +111,17 @@ def rank_table(statuses: Mapping[int, RankStatus], rates: Mapping[int, Rates]) -
     return _block("".join(lines))
 
 
-def figures(rates: Sequence[Rates], found: BarrierEstimate | None, mode: str, ranks: int) -> str:
-    """Speed, hidden waits, conflicts and delayed reads."""
+def figures(
+    rates: Sequence[Rates], found: BarrierEstimate | None, mode: str, ranks: int, estimates: bool = True
+) -> str:
+    """Speed, hidden waits, conflicts and delayed reads. estimates: `found` will be known sooner or later."""
     lines = [_row("views per second", _right(f"{sum(r.tasks for r in rates):.2f}"))]
     if ranks > 1:
         if found is None or found.barrier_wait <= 0:
             hidden = "&#8230;"
         else:
             hidden = f"{100 * max(0.0, min(1.0, found.hidden)):.0f} %"
-        if mode != "barrier":
+        if mode != "barrier" and estimates:
             lines.append(_row("waiting hidden", _right(hidden)))
         if found is not None:
             gain = f"{found.gain:.2f} &#215; a barrier" if mode != "barrier" else "1"

@@ -9,10 +9,11 @@ from typing import Any, Literal, cast
 
 from nerfstudio.utils.misc import step_check
 from nerfstudio.utils.rich_utils import CONSOLE
+from nerfstudio.viewer.viewer import Viewer
 from torch import Tensor
 
 from odin_nerfstudio.glue.checkpoint import CheckpointError, read_checkpoint
-from odin_nerfstudio.glue.odin_trainer import OdinTrainer, OdinTrainerConfig
+from odin_nerfstudio.glue.odin_trainer import STOP, OdinTrainer, OdinTrainerConfig
 from odin_nerfstudio.glue.shard_rows import (
     OnDisk,
     cut_checkpoint,
@@ -23,6 +24,7 @@ from odin_nerfstudio.glue.shard_rows import (
     shard_tree,
 )
 from odin_nerfstudio.glue.sharded_runner import ShardedRunner
+from odin_nerfstudio.runtime.transport import Activity
 
 
 class PumpingLock:
@@ -72,17 +74,11 @@ class ShardedTrainer(OdinTrainer):
         word = b"evaluates" if self._evaluates() else b""
         self._evaluated = self.runner.engine.exchange_of_shards.broadcast(word) == b"evaluates"
         self._pumping.pump = self.runner.requests.pump
-        if self.rank == 0 and self.config.is_viewer_enabled():
-            self.config.viewer.quit_on_train_completion = True
-            CONSOLE.log("The viewer ends with the training, as the model is spread over ranks; then use ns-viewer")
 
     def _make_runner(self) -> ShardedRunner:
         return ShardedRunner(
             self.pipeline, self.optimizers, self.transport, self._start_step, self.timer, self._cut, self._is_fence
         )
-
-    def _make_panel(self) -> None:
-        return None
 
     def _is_fence(self, step: int) -> bool:
         """Whether all rows are looked at after a step; the same on all ranks."""
@@ -97,6 +93,35 @@ class ShardedTrainer(OdinTrainer):
     def _update_viewer_state(self, step: int) -> None:
         with self.runner.engine.attended():  # the viewer may hold training up while somebody moves the camera
             super()._update_viewer_state(step)
+
+    def _let_go(self) -> bool:
+        """Where the viewer stays open, so do all ranks, since they have what it shows."""
+        engine = self.runner.engine
+        stays = self.rank == 0 and self.config.is_viewer_enabled() and not self.config.viewer.quit_on_train_completion
+        if engine.exchange_of_shards.broadcast(b"stays" if stays else b"") == b"stays":
+            with engine.busy(Activity.PAUSED):
+                if self.rank == 0:
+                    self._after_train()
+                else:
+                    self._serve_until_stopped()
+            engine.close()
+            return False
+        return super()._let_go()
+
+    def _train_complete_viewer(self) -> None:
+        """nerfstudio's, which waits for Ctrl-C, while pictures are still made for the viewer."""
+        self.training_state = "completed"
+        if isinstance(self.viewer_state, Viewer):
+            self.viewer_state.training_complete()
+        CONSOLE.print("Use ctrl+c to quit", justify="center")
+        self._serve_until_stopped()
+
+    def _serve_until_stopped(self) -> None:
+        engine = self.runner.engine
+        while not engine.announced(STOP):
+            if self._interrupt.requested:
+                engine.announce(STOP)
+            engine.idle(0.02)
 
     def _evaluate_if_due(self, step: int) -> None:
         """Evaluates on rank 0, where the other ranks project what it asks for; then all go on."""

@@ -3,7 +3,8 @@
     python scripts/bench_limits.py RECORDING [RECORDING ...] [--link pcie4] [--json FILE]
 
 Every change is compared with a barrier under the same change, in RLG order. ``rank load`` is the time that the slowest
-rank's views take over the mean rank's: no mode hides that, since ranks keep their views.
+rank's views take over the mean rank's: no mode hides that as long as ranks keep their views. ``lanes change ranks``
+hands every lane to the next rank once an epoch, so that such differences even out.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ NEVER = 1e9
 LIMITS: dict[str, DelayLimits] = {
     "as it is": DelayLimits(),
     "max_overlap 0.5": DelayLimits(max_overlap=0.5),
-    "max_overlap 0.7": DelayLimits(max_overlap=0.7),
     "any impact": DelayLimits(max_impact=NEVER),
     "delay and look-ahead 4": DelayLimits(max_delay=4),
     "any harm": DelayLimits(max_overlap=NEVER, max_impact=NEVER),
@@ -87,7 +87,8 @@ class Options:
             ranks=self.ranks, link=parse_link(self.link), skew=self.skew, least_steps=self.steps, epochs=1e-9,
             structural_every=0, reduce="never",
         )  # fmt: skip
-        plan, balanced = self._plan(scene, None), self._plan(scene, scene.seconds)
+        plan, balanced = self._plan(scene), self._plan(scene, cost=scene.seconds)
+        turned = self._plan(scene, turn_every=max(1, scene.views // self.ranks))
         out: dict[str, Any] = {}
 
         def add(name: str, scene: Scene, plan: Plan, setup: Setup, base: Any = None) -> Any:
@@ -103,6 +104,8 @@ class Options:
         any_harm = replace(setup, limits=LIMITS["any harm"])
         other = add("views balanced by time", scene, balanced, setup)
         add("balanced, any harm", scene, balanced, any_harm, other)
+        other = add("lanes change ranks", scene, turned, setup)
+        add("changing, any harm", scene, turned, any_harm, other)
         free = replace(scene.overheads, **dict.fromkeys(FREE, 0.0))
         add("parts cost nothing", replace(scene, overheads=free), plan, setup)
         add("no network", scene, plan, replace(setup, link=parse_link("none")))
@@ -113,8 +116,8 @@ class Options:
             "balanced_barrier": base.seconds / other.seconds,
         }  # fmt: skip
 
-    def _plan(self, scene: Scene, cost: np.ndarray | None) -> Plan:
-        return make_plan(scene.rlg, ranks=self.ranks, views_per_step=self.ranks, steps=self.steps, cost=cost)
+    def _plan(self, scene: Scene, **more: Any) -> Plan:
+        return make_plan(scene.rlg, ranks=self.ranks, views_per_step=self.ranks, steps=self.steps, **more)
 
     def _rank_load(self, scene: Scene, plan: Plan) -> float:
         load = np.zeros(self.ranks)
@@ -125,7 +128,7 @@ class Options:
 
     def table(self, rows: Sequence[dict[str, Any]]) -> str:
         """One line per scene, then means, as Markdown."""
-        names = list(rows[0]["variants"])
+        names = list(max((row["variants"] for row in rows), key=len))
         lines = [
             f"`python scripts/bench_limits.py ... --ranks {self.ranks} --link {self.link} --speed {self.speed:g} "
             f"--overhead-speed {self.overhead_speed:g} --skew {self.skew:g} --steps {self.steps}`",
@@ -134,11 +137,16 @@ class Options:
             "| --- " * (3 + len(names)) + "|",
         ]
         for row in rows:
-            cells = [f"{gain:.2f}, {hidden:.0%}" for gain, hidden in row["variants"].values()]
+            found = [row["variants"].get(name) for name in names]
+            cells = ["" if one is None else f"{one[0]:.2f}, {one[1]:.0%}" for one in found]
             load = f"{row['rank_load']:.2f} ({row['rank_load_balanced']:.2f})"
             lines.append(f"| {row['scene']} | {row['ceiling']:.2f} | {load} | {' | '.join(cells)} |")
-        means = [[statistics.mean(row["variants"][name][k] for row in rows) for k in (0, 1)] for name in names]
-        cells = [f"{gain:.2f}, {hidden:.0%}" for gain, hidden in means]
+        known = {name: [row["variants"][name] for row in rows if name in row["variants"]] for name in names}
+        cells = [
+            f"{statistics.mean(one[0] for one in of):.2f}, {statistics.mean(one[1] for one in of):.0%}"
+            + (f" (of {len(of)})" if len(of) < len(rows) else "")
+            for of in known.values()
+        ]
         ceiling, loads = (statistics.mean(row[key] for row in rows) for key in ("ceiling", "rank_load"))
         balanced = statistics.mean(row["rank_load_balanced"] for row in rows)
         lines.append(f"| **mean** | {ceiling:.2f} | {loads:.2f} ({balanced:.2f}) | {' | '.join(cells)} |")

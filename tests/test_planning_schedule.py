@@ -99,6 +99,23 @@ def test_executing_ranks_do_not_change_the_views(order) -> None:
         assert sum(map(len, cached)) == 36 + 4
 
 
+def test_lanes_go_on_to_the_next_rank_and_views_stay(tmp_path: Path) -> None:
+    """Over as many turns as ranks, every rank runs every lane equally often."""
+    rlg = random_rlg(37, 3)
+    kept, turned = (make_plan(rlg, ranks=4, views_per_step=8, turn_every=every) for every in (0, 3))
+    for step in range(24):
+        np.testing.assert_array_equal(kept.views_of_step(step), turned.views_of_step(step))
+        expected = [(kept.rank(step, lane) + step // 3) % 4 for lane in range(8)]
+        assert [turned.rank(step, lane) for lane in range(8)] == expected == turned.step(step).ranks.tolist()
+    assert {sum(turned.rank(s, lane) == 1 for s in range(12)) for lane in range(8)} == {3}
+    assert all(len(turned.views_of_rank(r)) == 37 for r in range(4))
+    assert turned.fingerprint() != kept.fingerprint()
+    save_plan(turned, tmp_path / "plan.npz")
+    assert load_plan(tmp_path / "plan.npz").rank(3, 0) == turned.rank(3, 0) == 1
+    with pytest.raises(ValueError, match="turn_every"):
+        make_plan(rlg, ranks=4, views_per_step=8, turn_every=-1)
+
+
 def test_epochs_and_seeds_differ() -> None:
     rlg = random_rlg(40, 0)
     for order in ("rlg", "random"):

@@ -14,7 +14,7 @@ from odin_nerfstudio.planning.template import Template
 from odin_nerfstudio.planning.turns import Turns
 
 FORMAT = 1
-_SETTINGS = ("ranks", "plan_ranks", "views_per_step", "seed", "order", "max_delay", "steps", "diversity")
+_SETTINGS = ("ranks", "plan_ranks", "views_per_step", "seed", "order", "max_delay", "steps", "diversity", "turn_every")
 
 
 def save_plan(plan: Plan, path: Path, epochs: int | None = None) -> None:
@@ -76,6 +76,7 @@ def load_plan(path: Path) -> Plan:
         raise ValueError(f"{path} is not a plan written by save_plan as .npz ({error})") from error
     if settings["format"] != FORMAT:
         raise ValueError(f"{path} has plan format {settings['format']}, this version reads {FORMAT}: plan again")
+    settings.setdefault("turn_every", 0)
     views = len(data["unknown"])
     weights = sparse.csr_matrix((data["data"], data["indices"], data["indptr"]), shape=(views, views))
     rlg = Rlg(weights, data["unknown"], data["sizes"], settings["source"], settings["importance"])

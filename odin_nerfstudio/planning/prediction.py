@@ -18,14 +18,14 @@ def predict_step(plan: Plan, step: int) -> PlannedStep:
     from odin_nerfstudio.planning.schedule import WINDOW_CONFLICT, PlannedStep
 
     views = plan.views_of_step(step)
-    ranks = rank_of_lanes(plan.views_per_step, plan.ranks)
-    other = ranks[:, None] != ranks[None, :]  # (writer, reader)
-    count = np.maximum(other.sum(axis=0), 1)
+    ranks = plan.ranks_of_step(step)
     lags = plan.max_delay + 1
     conflict = np.zeros((plan.views_per_step, lags), np.float32)
     total = np.zeros((plan.views_per_step, lags), np.float64)
     for lag in range(1, min(lags, step) + 1):
         earlier = plan.views_of_step(step - lag)
+        other = plan.ranks_of_step(step - lag)[:, None] != ranks[None, :]  # (writer, reader)
+        count = np.maximum(other.sum(axis=0), 1)
         summed = np.where(other, plan.rlg.between(earlier[:, None], views[None, :]), 0.0).sum(axis=0, dtype=np.float64)
         total[:, lag - 1] = summed
         conflict[:, lag - 1] = summed / count
@@ -64,7 +64,7 @@ ADMISSIBLE_OVERLAP = 0.3
 
 
 def predict(plan: Plan, first_step: int = 0, steps: int | None = None) -> Prediction:
-    """Predict conflicts and balance over a stretch of steps.
+    """Predict conflicts and balance over a stretch of steps, as if lanes kept their ranks.
 
     Args:
         plan: The plan.

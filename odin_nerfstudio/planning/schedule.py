@@ -69,6 +69,7 @@ class Plan:
         load: Cost of each view, integers with a mean of about 1,000. (V,) int64
         diversity: See :func:`make_plan`.
         template: Ranks of the views, and the epoch that all others start from.
+        turn_every: See :func:`make_plan`.
     """
 
     rlg: Rlg
@@ -83,6 +84,7 @@ class Plan:
     diversity: float
     template: Template = field(repr=False)
     _search: Search = field(repr=False)
+    turn_every: int = 0
     _epochs: OrderedDict[int, np.ndarray] = field(default_factory=OrderedDict, repr=False)
     _pinned: dict[int, np.ndarray] = field(default_factory=dict, repr=False)
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
@@ -154,13 +156,21 @@ class Plan:
         return int(self.epoch_order(epoch)[at])
 
     def rank(self, step: int, lane: int) -> int:
-        """Rank that runs a lane. It is the same in every step."""
+        """Rank that runs a lane. Without `turn_every` it is the same in every step."""
         self._check_lane(lane)
         self._check_step(step)
-        return lane * self.ranks // self.views_per_step
+        return (lane * self.ranks // self.views_per_step + self._turn(step)) % self.ranks
+
+    def ranks_of_step(self, step: int) -> np.ndarray:
+        """Rank that runs each lane in a step. (L,) int32"""
+        return (rank_of_lanes(self.views_per_step, self.ranks) + np.int32(self._turn(step))) % np.int32(self.ranks)
+
+    def _turn(self, step: int) -> int:
+        """By how many ranks the lanes have gone on."""
+        return step // self.turn_every % self.ranks if self.turn_every else 0
 
     def lanes_of_rank(self, rank: int) -> np.ndarray:
-        """Lanes that a rank runs, ascending. int64"""
+        """Lanes that a rank runs before any turn, ascending. int64"""
         self._check_rank(rank)
         return np.flatnonzero(rank_of_lanes(self.views_per_step, self.ranks) == rank)
 
@@ -168,8 +178,11 @@ class Plan:
         """Views that a rank may ever render, ascending: what it needs to cache. int64
 
         These are the views of the planned ranks whose lanes it runs, and the fewer than L views that move between ranks
-        because V is not a multiple of L. In random order every rank may render every view.
+        because V is not a multiple of L. In random order, and where lanes change ranks, any rank may render any view.
         """
+        if self.turn_every and self.ranks > 1:
+            self._check_rank(rank)
+            return np.arange(self.views)
         planned = np.unique(rank_of_lanes(self.views_per_step, self.plan_ranks)[self.lanes_of_rank(rank)])
         return np.flatnonzero(np.isin(self.affinity, planned) | (self.affinity < 0))
 
@@ -194,7 +207,8 @@ class Plan:
         graph = self._search.graph
         parts = (graph.indptr, graph.neighbours, graph.written, graph.read, self.rlg.unknown, self.load,
                  self.template.rank, self.template.step, self.epoch_order(0))  # fmt: skip
-        digest = hashlib.sha256(repr(text).encode())
+        turned = (*text, self.turn_every) if self.turn_every else text
+        digest = hashlib.sha256(repr(turned).encode())
         for part in parts:
             digest.update(np.ascontiguousarray(part).tobytes())
         return digest.hexdigest()
@@ -225,6 +239,7 @@ def make_plan(
     cost: np.ndarray | None = None,
     plan_ranks: int | None = None,
     diversity: float = 0.2,
+    turn_every: int = 0,
 ) -> Plan:
     """Plan which view each lane of each step renders, and on which rank.
 
@@ -248,6 +263,11 @@ def make_plan(
             neighbouring steps. Such overlap is no hazard (all lanes read the same version); but it makes a
             step look at one place only. The default gives steps about as varied as in random order; smaller values have
             fewer conflicts, and 0.02 only decides between orders that are equally free of them.
+        turn_every: After so many steps every lane goes on to the next rank; 0: lanes keep their ranks. Views of a step
+            and lane stay what they are, so results of exact modes do too. Where lanes keep their ranks, so do the
+            views, and a rank whose views take longer makes the others wait once their look-ahead is used up; where
+            lanes go on before that, differences even out. Every rank then needs every image, and views that follow
+            each other on a rank conflict at every turn.
 
     Raises:
         ValueError: An argument is out of range.
@@ -263,6 +283,8 @@ def make_plan(
         raise ValueError(f"order must be 'rlg' or 'random', got {order!r}")
     if max_delay < 0:
         raise ValueError(f"max_delay must not be negative, got {max_delay}")
+    if turn_every < 0:
+        raise ValueError(f"turn_every must not be negative, got {turn_every}")
     if diversity < 0:
         raise ValueError(f"diversity must not be negative, got {diversity}")
     if epochs is not None and steps is not None:
@@ -276,6 +298,7 @@ def make_plan(
     settings = {
         "ranks": ranks, "plan_ranks": plan_ranks, "views_per_step": views_per_step, "seed": seed, "order": order,
         "max_delay": max_delay, "steps": steps, "diversity": float(diversity),
+        "turn_every": turn_every,
     }  # fmt: skip
     plan = restore_plan(rlg, settings, load, Template.none(rlg.views, seed), {})
     plan.template = epoch_maker.template_of(plan, plan._search)

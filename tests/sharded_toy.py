@@ -26,8 +26,9 @@ from torch import Tensor
 
 from odin_nerfstudio.glue.mcmc import OdinMcmcStrategy
 from odin_nerfstudio.glue.mcmc_shard import ShardMcmcStrategy
-from odin_nerfstudio.rendering import rasterization
+from odin_nerfstudio.rendering import rasterization, rasterization_2dgs
 from odin_nerfstudio.rendering.stages import Projection, Splats, StageView, ViewSplats, project
+from odin_nerfstudio.rendering.surfel_stages import SurfelSplats, project_surfels
 from odin_nerfstudio.runtime.candidates import ViewTest
 from odin_nerfstudio.runtime.engine import Engine, EngineOptions
 from odin_nerfstudio.runtime.faults import EXIT_CODE, FaultLimits, RankFailure
@@ -41,6 +42,7 @@ from odin_nerfstudio.runtime.sharded.requests import Requests
 from odin_nerfstudio.runtime.sharded.surgery import ShardStrategy
 from odin_nerfstudio.runtime.statistics import DensificationStatistics
 from odin_nerfstudio.runtime.store import DenseTerm, RowTable
+from odin_nerfstudio.runtime.surfel_candidates import SurfelReads
 from odin_nerfstudio.runtime.throughput import DelayLimits
 from odin_nerfstudio.runtime.transport import LocalTransport
 
@@ -64,6 +66,8 @@ class Run(Toy):
     antialiased: bool = False
     relocates: bool = False
     """Primitives are relocated and added, and get noise (3DGS-MCMC), instead of being split and pruned."""
+    surfels: bool = False
+    """Surfels instead of Gaussians, with losses of all of their images."""
     scattered: bool = False
     """Owners by turns instead of by position."""
 
@@ -71,10 +75,9 @@ class Run(Toy):
 class SplatScene:
     """Parameters, optimizers, strategy and cameras; of some rows of the model, or of all."""
 
-    kind: type[ViewSplats] = Splats
-
     def __init__(self, run: Run, rows: Tensor | None = None) -> None:
         self.run = run
+        self.kind: type[ViewSplats] = SurfelSplats if run.surfels else Splats
         g = torch.Generator().manual_seed(run.seed)
         n, length = run.primitives, 2.0 * run.views
 
@@ -113,6 +116,8 @@ class SplatScene:
             "refine_start_iter": 5, "refine_every": run.refine_every, "reset_every": run.reset_every,
             "refine_stop_iter": 10**6, "absgrad": run.absgrad, "verbose": False,
         }  # fmt: skip
+        if run.surfels:
+            settings |= {"absgrad": False, "key_for_gradient": "gradient_2dgs", "grow_grad2d": 3e-4}
         self.strategy = ShardStrategy(**settings)
         self.stock = Fed(**settings)
         self.state = self.strategy.initialize_state(1.0)
@@ -152,20 +157,36 @@ class SplatScene:
 
     def project(self, step: int, view: StageView, leaves: Mapping[str, Tensor]) -> Projection:
         means, quats, scales, opacities, colors = self.inputs(step, leaves)
-        return project(means, quats, scales, opacities, colors, self.degree(step), view)
+        first = project_surfels if self.run.surfels else project
+        return first(means, quats, scales, opacities, colors, self.degree(step), view)
 
-    def render(self, step: int, view: StageView, leaves: Mapping[str, Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def render(self, step: int, view: StageView, leaves: Mapping[str, Any]) -> tuple[Any, ...]:
         means, quats, scales, opacities, colors = self.inputs(step, leaves)
+        if self.run.surfels:
+            return rasterization_2dgs(
+                means, quats, scales, opacities, colors, view.viewmat[None], view.K[None], WIDTH, HEIGHT,
+                sh_degree=self.degree(step), render_mode="RGB+ED",
+            )  # fmt: skip
         return rasterization(
             means, quats, scales, opacities, colors, view.viewmat[None], view.K[None], WIDTH, HEIGHT,
             sh_degree=self.degree(step), render_mode="RGB+ED", absgrad=self.run.absgrad,
             rasterize_mode="antialiased" if view.antialiased else "classic",
         )  # fmt: skip
 
-    def loss(self, image: Tensor, alphas: Tensor, step: int, lane: int, view: int) -> Tensor:
+    def rasterize(self, splats: ViewSplats) -> tuple[Any, ...]:
+        """What `render` gives, from splats."""
+        options = {} if self.run.surfels else {"absgrad": self.run.absgrad}
+        return splats.rasterize(expected_depth=True, **options)
+
+    def loss(self, images: tuple[Any, ...], step: int, lane: int, view: int) -> Tensor:
+        image, alphas, *geometry, _ = images
         g = torch.Generator().manual_seed(derive_seed(step, lane))
         rgb = image[0, ..., :3] + (1 - alphas[0]) * torch.rand(3, generator=g)
         depth = (image[0, ..., 3:] * (alphas[0].detach() > 0.1)).mean() * 1e-3
+        if geometry:
+            normals, surface, distortion, median = geometry
+            depth = depth + 0.05 * (1 - (normals[0] * surface).sum(-1)).mean()
+            depth = depth + 0.01 * distortion.mean() + 1e-3 * median.mean()
         return (((rgb - self.targets[view]) ** 2).mean() + depth) / self.run.lanes
 
     def surgery(self, step: int, strategy: Any) -> None:
@@ -197,11 +218,16 @@ def make_table(scene: SplatScene, total: Any = None) -> RowTable:
         return tests[view]
 
     term = elongation if total is None else lambda step, _, values: elongation(step, total(), values)
+    rule = SurfelReads if scene.run.surfels else VisibilityReads
+    s = scene.strategy
+    statistics = None
+    if not isinstance(s, ShardMcmcStrategy):
+        statistics = DensificationStatistics(scene.state, s.absgrad, s.key_for_gradient)
     return RowTable(
         "primitives", scene.parameters, scene.optimizers,
-        VisibilityReads(scene.parameters, scene.schedule, view_test, noise=scene.noise), scene.schedule, scene.padding,
+        rule(scene.parameters, scene.schedule, view_test, noise=scene.noise), scene.schedule, scene.padding,
         64, scene.columns, [DenseTerm("elongation", lambda step: step % 4 == 2, term)],
-        None if scene.run.relocates else DensificationStatistics(scene.state, absgrad=scene.run.absgrad), scene.noise,
+        statistics, scene.noise,
     )  # fmt: skip
 
 
@@ -220,10 +246,10 @@ def replicated(run: Run, transport: Any) -> dict[str, Tensor]:
         for task in engine.tasks(step):
             shadow = engine.acquire(task)
             view = scene.view(step, task.view)
-            image, alphas, info = scene.render(step, view, shadow["primitives"].leaves)
-            info["means2d"].retain_grad()
-            scene.loss(image, alphas, step, task.lane, task.view).backward()
-            engine.contribute(task, shadow, {**info, "n_cameras": run.lanes})
+            images = scene.render(step, view, shadow["primitives"].leaves)
+            images[-1]["gradient_2dgs" if run.surfels else "means2d"].retain_grad()
+            scene.loss(images, step, task.lane, task.view).backward()
+            engine.contribute(task, shadow, {**images[-1], "n_cameras": run.lanes})
         engine.publish(step)
         if scene.structural(step):
             engine.structural(step, lambda: scene.surgery(step, scene.stock), scene.state)  # noqa: B023
@@ -282,11 +308,11 @@ def sharded(run: Run, transport: Any) -> ShardedEngine:
             misbehave(kind)
         for task in engine.tasks(step):
             mine = engine.acquire(task)
-            image, alphas, info = mine.splats.rasterize(absgrad=run.absgrad, expected_depth=True)
-            scene.loss(image, alphas, step, task.lane, task.view).backward()
+            images = scene.rasterize(mine.splats)
+            scene.loss(images, step, task.lane, task.view).backward()
             if run.jitter:
                 time.sleep(float(rng.exponential(run.jitter)))
-            engine.contribute(task, mine, {**info, "n_cameras": run.lanes})
+            engine.contribute(task, mine, {**images[-1], "n_cameras": run.lanes})
         engine.publish(step)
         if scene.structural(step):
             engine.structural(step, lambda: scene.surgery(step, scene.strategy), scene.state)  # noqa: B023
@@ -336,11 +362,12 @@ def gathered(engine: ShardedEngine, folder: Path) -> None:
     if whole is not None and sizes is not None:
         view, step = scene.view(scene.run.steps, 1), scene.run.steps
         with torch.no_grad():
-            picture = requests.splats(view, step).rasterize(expected_depth=True)[0]
+            pictures = scene.rasterize(requests.splats(view, step))[:-1]
             rest = {k: v for k, v in state.items() if not v.dim()}
-            expected = scene.render(step, view, whole)[0]
+            expected = scene.render(step, view, whole)[:-1]
         # the whole model is not padded, and torch's sigmoid rounds the last rows of a tensor otherwise
-        assert torch.allclose(picture, expected, rtol=0, atol=1e-5)
+        for picture, one in zip(pictures[:3], expected[:3]):  # colours and depth, opacities, normals
+            assert torch.allclose(picture, one, rtol=0, atol=1e-5)
         shards = torch.tensor([int(size) for size in sizes])
         torch.save({"state": {**whole, **rest}, "shards": shards}, folder / "end.pt")
     engine.exchange_of_shards.broadcast(b"")

@@ -29,6 +29,7 @@ OTHER = Run(
     lanes=3, views=4, primitives=200, empty_view=True, scattered=True, absgrad=False, antialiased=True, steps=14
 )  # fmt: skip
 COPIED = Run(primitives=300, steps=16, refine_every=5, relocates=True, scattered=True)
+FLAT = Run(primitives=300, steps=16, refine_every=5, surfels=True)
 STOPPED = 11
 """Steps of a run that is told at step 3 to stop: owners run ahead, so it takes a while."""
 RUNS = {
@@ -37,12 +38,15 @@ RUNS = {
         "usual-barrier": dc.replace(USUAL, mode="barrier"),
         "other-quality": OTHER,
         "copied-quality": COPIED,
+        "flat-quality": FLAT,
     },
     2: {
         "usual-quality": dc.replace(USUAL, jitter=0.003, watch=True),
         "usual-barrier": dc.replace(USUAL, mode="barrier"),
         "other-quality": dc.replace(OTHER, jitter=0.003),
         "copied-quality": dc.replace(COPIED, jitter=0.003, watch=True),
+        "flat-quality": dc.replace(FLAT, jitter=0.003, watch=True),
+        "late-flat": dc.replace(FLAT, mode="throughput", jitter=0.003, max_overlap=0.8, max_impact=0.3),
         "stopped": dc.replace(USUAL, jitter=0.003, stop_at=3),
         "late": dc.replace(USUAL, mode="throughput", jitter=0.003, max_overlap=0.8, max_impact=0.3),
     },
@@ -50,11 +54,13 @@ RUNS = {
         "usual-quality": dc.replace(USUAL, jitter=0.003, lookahead=1, imbalance=0.02, scattered=True),
         "other-barrier": dc.replace(OTHER, mode="barrier"),
         "copied-quality": dc.replace(COPIED, jitter=0.003, imbalance=0.02, lookahead=1),
+        "flat-quality": dc.replace(FLAT, jitter=0.003, imbalance=0.02, scattered=True),
         "late": dc.replace(COPIED, mode="throughput", jitter=0.003, max_overlap=0.8, max_impact=0.3),
     },
     4: {
         "usual-quality": dc.replace(USUAL, jitter=0.003),
         "copied-barrier": dc.replace(COPIED, mode="barrier", scattered=False),
+        "flat-barrier": dc.replace(FLAT, mode="barrier"),
     },
 }
 
@@ -67,6 +73,7 @@ def expected() -> dict[str, dict[str, torch.Tensor]]:
         "usual": replicated(dc.replace(USUAL, **barrier), LocalTransport()),
         "other": replicated(dc.replace(OTHER, **barrier), LocalTransport()),
         "copied": replicated(dc.replace(COPIED, **barrier), LocalTransport()),
+        "flat": replicated(dc.replace(FLAT, **barrier), LocalTransport()),
         "stopped": replicated(dc.replace(USUAL, steps=STOPPED, **barrier), LocalTransport()),
     }
 
@@ -92,6 +99,7 @@ def test_sharded_equals_replicated(
 def test_densification_happens(expected: dict[str, dict[str, torch.Tensor]]) -> None:
     assert len(expected["usual"]["means"]) != USUAL.primitives
     assert len(expected["copied"]["means"]) > COPIED.primitives
+    assert len(expected["flat"]["means"]) != FLAT.primitives
 
 
 def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:

@@ -270,6 +270,7 @@ class Owner:
             raise RuntimeError(f"step {staged.step} lane {number}: no norms for the densification statistics came back")
         view = self.projector.view(staged.step, staged.views[number])
         info: dict[str, Any] = {"means2d": NO_GRADIENT, "gradient_2dgs": NO_GRADIENT, "radii": projection.radii[None]}
+        # a step's loss is the mean over its views, which gsplat takes for so many cameras
         info |= {"width": view.width, "height": view.height, "n_cameras": self.plan.views_per_step}
         _, norms, radii = keeper.collect(info | projection.info(), packet.count)
         if packet.norms is not None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
-import torch
 from torch import Tensor
 
 from odin_nerfstudio import rendering
 from odin_nerfstudio.glue.odin_model import FAR_PLANE, NEAR_PLANE, OdinSplatfactoModel, OdinSplatfactoModelConfig
 from odin_nerfstudio.glue.splat_protocol import TrainingContext
+from odin_nerfstudio.rendering.stages import Projection, StageView, ViewSplats
+from odin_nerfstudio.rendering.surfel_stages import SurfelSplats, project_surfels
 from odin_nerfstudio.runtime.store import ReadRule
 
 LOG_THICKNESS = math.log(1e-6)
@@ -74,6 +75,7 @@ class Odin2dgsModel(OdinSplatfactoModel):
     """
 
     config: Odin2dgsModelConfig  # type: ignore[assignment]
+    splat_kind: ClassVar[type[ViewSplats]] = SurfelSplats
 
     def populate_modules(self) -> None:
         """splatfacto's modules; flat primitives, and a strategy that looks at gsplat's ``gradient_2dgs``.
@@ -97,25 +99,31 @@ class Odin2dgsModel(OdinSplatfactoModel):
         normals and those of the depth image, in the world, ``[H, W, 3]``: in training as ``normals`` and
         ``surface_normals``, else as colours, ``normal`` and ``surface_normal``.
         """
-        if self.training and self._geometry_due():
+        if self.training and self.renders_depth(self.step):
             view = {**view, "render_mode": "RGB+ED"}
-        colors, sh_degree = self.colors_at(rows, self.step)
-        render, alpha, normals, surface, distortion, median, self.info = rendering.rasterization_2dgs(
-            means=rows["means"],
-            quats=rows["quats"],
-            scales=torch.exp(rows["scales"]),
-            opacities=torch.sigmoid(rows["opacities"]).squeeze(-1),
-            colors=colors,
-            packed=False,
-            near_plane=NEAR_PLANE,
-            far_plane=FAR_PLANE,
-            sh_degree=sh_degree,
-            sparse_grad=False,
-            absgrad=False,
-            distloss=view["render_mode"] != "RGB",
-            depth_mode=self.config.depth_mode,
-            **view,
-        )
+        depth_mode = self.config.depth_mode
+        if self.remote is not None:
+            images = self.remote(view).rasterize(expected_depth=True, depth_mode=depth_mode)
+        else:
+            colors, sh_degree = self.colors_at(rows, self.step)
+            scales, opacities = self.scales_and_opacities(rows)
+            images = rendering.rasterization_2dgs(
+                means=rows["means"],
+                quats=rows["quats"],
+                scales=scales,
+                opacities=opacities,
+                colors=colors,
+                packed=False,
+                near_plane=NEAR_PLANE,
+                far_plane=FAR_PLANE,
+                sh_degree=sh_degree,
+                sparse_grad=False,
+                absgrad=False,
+                distloss=view["render_mode"] != "RGB",
+                depth_mode=depth_mode,
+                **view,
+            )
+        render, alpha, normals, surface, distortion, median, self.info = images
         if surface is None:
             return render, alpha, {}
         more = {"median_depth": median.squeeze(0), "distortion": distortion.squeeze(0)}
@@ -123,6 +131,16 @@ class Odin2dgsModel(OdinSplatfactoModel):
         if self.training:
             return render, alpha, {**more, **{f"{name}s": image for name, image in both.items()}}
         return render, alpha, {**more, **{name: 0.5 * (image + 1) for name, image in both.items()}}
+
+    def project(self, rows: dict[str, Tensor], view: StageView, step: int) -> Projection:
+        """See the base class."""
+        colors, sh_degree = self.colors_at(rows, step)
+        scales, opacities = self.scales_and_opacities(rows)
+        return project_surfels(rows["means"], rows["quats"], scales, opacities, colors, sh_degree, view)
+
+    def renders_depth(self, step: int) -> bool:
+        """Also where a geometric loss needs one."""
+        return self._geometry_due(step) or super().renders_depth(step)
 
     # Losses ---------------------------------------------------------------------------------------------------
 
@@ -134,13 +152,13 @@ class Odin2dgsModel(OdinSplatfactoModel):
         """Weight of the depth distortion at a step."""
         return self.config.distortion_lambda if step > self.config.distortion_start_iter else 0.0
 
-    def _geometry_due(self) -> bool:
-        return self.normal_weight_at(self.step) > 0 or self.distortion_weight_at(self.step) > 0
+    def _geometry_due(self, step: int) -> bool:
+        return self.normal_weight_at(step) > 0 or self.distortion_weight_at(step) > 0
 
     def image_loss(self, outputs: dict[str, Any], batch: dict[str, Any]) -> Tensor:
         """splatfacto's loss of a view and, from their steps on, the geometric losses of 2DGS, as gsplat has them."""
         loss = super().image_loss(outputs, batch)
-        if not (self.training and self._geometry_due()):
+        if not (self.training and self._geometry_due(self.step)):
             return loss
         mask = self._downscale_if_required(batch["mask"]).to(self.device) if "mask" in batch else None
         if (weight := self.normal_weight_at(self.step)) > 0:

@@ -39,6 +39,9 @@ from odin_nerfstudio.runtime.transport import Transport
 class FedShardStrategy(ShardStrategy, FedStrategy):
     """splatfacto's strategy on a shard."""
 
+    def step_pre_backward(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: what is rasterized are leaves, whose gradients stay."""
+
 
 def shard_strategy(strategy: Any) -> FedShardStrategy | ShardMcmcStrategy:
     """The strategy of a shard for one of a whole model."""

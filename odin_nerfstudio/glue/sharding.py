@@ -12,11 +12,12 @@ def refusal(config: OdinTrainerConfig) -> str | None:
     """Why a job cannot train with sharded primitives, and what to do; ``None``: it can."""
     from odin_nerfstudio.glue.aa_model import OdinAaModel
     from odin_nerfstudio.glue.mcmc_model import OdinMcmcModel
+    from odin_nerfstudio.glue.odin_2dgs_model import Odin2dgsModel
     from odin_nerfstudio.glue.odin_model import OdinSplatfactoModel
 
     options, model = config.pipeline.odin, config.pipeline.model
     given: Any = model
-    if model._target not in (OdinSplatfactoModel, OdinAaModel, OdinMcmcModel):
+    if model._target not in (OdinSplatfactoModel, OdinAaModel, OdinMcmcModel, Odin2dgsModel):
         return f"owners do not know how {config.method_name} renders and densifies; use placement replicated"
     if given.camera_optimizer.mode != "off":
         return (

@@ -37,6 +37,9 @@ class Linear:
         return Linear(float(call), float(row))
 
 
+_PARTS = ("project", "back", "merge", "split")
+
+
 @dataclass(frozen=True)
 class StageCosts:
     """Times of the parts of a view, on the device that recorded.
@@ -57,17 +60,16 @@ class StageCosts:
 
     def faster(self, speed: float, call_speed: float) -> StageCosts:
         """On other devices; see `Linear.faster`."""
-        parts = (self.project, self.back, self.merge, self.split)
-        return StageCosts(*(p.faster(speed, call_speed) for p in parts), self.pixels)
+        parts = {name: getattr(self, name).faster(speed, call_speed) for name in _PARTS}
+        return StageCosts(**parts, pixels=self.pixels)
 
     def as_dict(self) -> dict[str, float]:
         """Plain values, for a file."""
-        parts = ("project", "back", "merge", "split")
-        out = {f"{name} {key}": value for name in parts for key, value in vars(getattr(self, name)).items()}
+        out = {f"{name} {key}": value for name in _PARTS for key, value in vars(getattr(self, name)).items()}
         return out | {"pixels": self.pixels}
 
     @staticmethod
     def from_dict(values: dict[str, float]) -> StageCosts:
         """What `as_dict` gave."""
-        parts = ("project", "back", "merge", "split")
-        return StageCosts(*(Linear(values[f"{p} call"], values[f"{p} row"]) for p in parts), values["pixels"])
+        parts = {name: Linear(values[f"{name} call"], values[f"{name} row"]) for name in _PARTS}
+        return StageCosts(**parts, pixels=values["pixels"])

@@ -1,11 +1,17 @@
-"""The tab "Odin" without a browser: what it says, and what is counted for it."""
+"""The tab "Odin": what it says, and what is counted for it; in a browser with what test_viewer.py leaves out."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from browser import Browser, wait_until
+from test_viewer import CHROMIUM, PATIENCE, Command, open_viewer, picture, shows_a_scene
+from training import sample_scene
 
 from odin_nerfstudio.glue import panel_text
 from odin_nerfstudio.glue.panel_text import Position, Rates
@@ -85,8 +91,63 @@ def test_text_of_the_tab() -> None:
     table = panel_text.rank_table({1: new}, {1: rates})
     assert "rank 1" in table and "paused" in table and "50 % computing, 25 % waiting" in table
     assert "conflicts per second" in panel_text.figures([rates], None, "quality", 2)
+    assert "hidden" not in panel_text.figures([rates], None, "quality", 2, estimates=False)
     assert "conflicts" not in panel_text.figures([rates], None, "quality", 1)  # one rank has none to conflict with
     head = panel_text.header(Position("quality", 7, 100, 1, 14, 57, 2, "rlg"))
     assert "epoch 1, view 14 of 57" in head and "step 7 of 100" in head
     for text in (table, head, panel_text.legend(2)):  # viser takes it for MDX: one line, balanced braces
         assert "\n" not in text and text.count("{") == text.count("}") == text.count("{{") * 2
+
+
+def small_training(scene: Path, folder: Path, method: str, *arguments: object) -> Command:
+    """A job of two ranks with a viewer."""
+    folder.mkdir()
+    return Command(
+        "train",
+        folder / "log",
+        *(method, "--data", scene, "--output-dir", folder, "--timestamp", "run", "--vis", "viewer"),
+        *("--machine.device-type", "cpu", "--machine.num-devices", 2, "--logging.steps-per-log", 1),
+        *("--logging.local-writer.max-log-size", 0, "--pipeline.model.num-downscales", 0),
+        *("--pipeline.model.warmup-length", 100_000, *arguments),
+    )
+
+
+def ranks_in(text: str) -> list[str]:
+    """What the tab says that each rank is doing."""
+    return re.findall(r"rank \d\s+step \d+\s+(computing|updating|waiting|paused|finished)", text)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (or set CHROMIUM to its path)")
+@pytest.mark.timeout(900)
+def test_other_methods_modes_and_placements_in_a_browser(tmp_path: Path) -> None:
+    """2DGS in mode throughput, whose primitives are coloured; and sharded primitives, looked at after the end."""
+    assert CHROMIUM is not None
+    scene = sample_scene(tmp_path, "city", views=12, size="64x48", points=400)
+    late = ("--pipeline.odin.mode", "throughput", "--pipeline.odin.max-overlap", 1e9, "--pipeline.odin.max-impact", 1e9)
+    surfels = small_training(scene, tmp_path / "2dgs", "odin-2dgs", "--max-num-iterations", 100_000, *late)
+    spread = ("--max-num-iterations", 60, "--pipeline.odin.placement", "sharded")
+    sharded = small_training(scene, tmp_path / "sharded", "odin-splatfacto", *spread)
+    with surfels, sharded, Browser(CHROMIUM, 900, 800) as browser:
+        surfels.wait(lambda: surfels.step() > 40, "steps beyond the first epoch")
+        open_viewer(browser, surfels.url)
+        browser.click("Odin", PATIENCE)
+        surfels.wait(lambda: len(ranks_in(browser.text())) == 2, "both ranks in the tab")
+        assert "throughput, rlg order" in browser.text()
+        rate = r"delayed reads per second\s+(?!0\.00)\d+\.\d"
+        surfels.wait(lambda: re.search(rate, browser.text()), "delayed reads")
+        browser.click("Control")
+        wait_until(lambda: shows_a_scene(picture(browser)), PATIENCE, "a frame of the scene")
+        for shown, output in (("rgb", "odin_conflicts"), ("odin_conflicts", "odin_writer")):
+            frame = picture(browser).astype(int)
+            browser.choose(shown, output)
+            surfels.wait(lambda: np.abs(picture(browser) - frame).mean() > 3, output)  # noqa: B023
+        assert surfels.interrupt(120) == 0
+
+        sharded.wait(lambda: "ctrl+c to quit" in sharded.output(), "the end of the training")
+        open_viewer(browser, sharded.url)
+        wait_until(lambda: shows_a_scene(picture(browser)), PATIENCE, "a frame after the end")
+        browser.click("Odin", PATIENCE)
+        assert ranks_in(browser.text()) == ["finished"] * 2
+        assert [line for line in browser.console if line.startswith("exception")] == []
+        assert sharded.interrupt(120) == 0
+        assert "Stopping" not in sharded.output()  # there was nothing left to save

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from nerfstudio.data.scene_box import OrientedBox
 from ranks import run_on_ranks
 from training import differences, sample_scene, small_config
 
@@ -27,19 +28,31 @@ OPTIONS: dict[str, Any] = {
     "save_only_latest_checkpoint": False,
 }
 SHARDED = {**OPTIONS, "pipeline__odin__placement": "sharded", "steps_per_eval_image": 15}
+OTHERS: dict[str, dict[str, Any]] = {
+    "mcmc": {
+        "method": "odin-splatfacto-mcmc",
+        "pipeline__model__max_gs_num": 640,
+        "pipeline__model__cull_alpha_thresh": 0.095,  # some are dead after so few steps
+    },
+    "aa": {"method": "odin-splatfacto-aa", "pipeline__model__smooth_3d": True},
+}
+"""What other methods need."""
 
 
 def look(trainer: Any) -> None:
     """Renders a view again and again in a thread, as nerfstudio's viewer does."""
     model, camera = trainer.pipeline.model, trainer.pipeline.datamanager.train_dataset.cameras[0:1]
     seen = trainer.base_dir / "pictures"
+    half, nothing = (OrientedBox.from_params((x, 0.0, 0.0), (0.0, 0.0, 0.0), (8.0, 8.0, 8.0)) for x in (4.0, 100.0))
 
     def render() -> None:
         while True:
             with trainer.train_lock, torch.no_grad():
                 model.eval()
-                rgb = model.get_outputs_for_camera(camera)["rgb"]
+                outputs = [model.get_outputs_for_camera(camera, box) for box in (None, half, nothing)]
                 model.train()
+            rgb, (all_of_it, some, none) = outputs[0]["rgb"], [float(o["accumulation"].mean()) for o in outputs]
+            assert all_of_it > some > none == 0
             assert rgb.shape == (72, 96, 3) and bool(torch.isfinite(rgb).all())
             with seen.open("a") as file:
                 file.write(".")
@@ -58,13 +71,18 @@ def load(folder: Path, step: int) -> dict[str, Any]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("sharded")
     scene = sample_scene(base, "city", views=12)
-    run_on_ranks(1, [(scene, base / "whole", STEPS, OPTIONS)])
+    others = [(scene, base / f"whole-{name}", STEPS, {**OPTIONS, **more}) for name, more in OTHERS.items()]
+    run_on_ranks(1, [(scene, base / "whole", STEPS, OPTIONS), *others])
     middle = next((base / "whole").rglob(f"step-{MIDDLE:09d}.ckpt"))
     resumed = {**SHARDED, "load_checkpoint": middle, "pipeline__odin__mode": "barrier"}
     watched = {**SHARDED, "watch": look}
-    run_on_ranks(
-        2, [(scene, base / "sharded", STEPS, watched), (scene, base / "resumed", STEPS - MIDDLE - 1, resumed)]
-    )
+    others = [(scene, base / f"sharded-{name}", STEPS, {**SHARDED, **more}) for name, more in OTHERS.items()]
+    for name, more in OTHERS.items():
+        middle = next((base / f"whole-{name}").rglob(f"step-{MIDDLE:09d}.ckpt"))
+        given = {**SHARDED, **more, "load_checkpoint": middle}
+        others.append((scene, base / f"resumed-{name}", STEPS - MIDDLE - 1, given))
+    whole, rest = (scene, base / "sharded", STEPS, watched), (scene, base / "resumed", STEPS - MIDDLE - 1, resumed)
+    run_on_ranks(2, [whole, rest, *others])
     return base
 
 
@@ -84,6 +102,16 @@ def test_goes_on_from_a_checkpoint_of_the_other_placement(runs: Path) -> None:
     assert len(end["pipeline"]["_model.gauss_params.means"]) != len(
         load(runs / "whole", MIDDLE)["pipeline"]["_model.gauss_params.means"]
     )
+
+
+@pytest.mark.parametrize("method", OTHERS)
+def test_other_methods_leave_the_same_checkpoints_and_go_on_from_them(runs: Path, method: str) -> None:
+    whole = {step: load(runs / f"whole-{method}", step) for step in (MIDDLE, STEPS - 1)}
+    for step in whole:
+        assert differences(load(runs / f"sharded-{method}", step), whole[step]) == []
+    assert differences(load(runs / f"resumed-{method}", STEPS - 1), whole[STEPS - 1]) == []
+    sizes = [len(state["pipeline"]["_model.gauss_params.means"]) for state in whole.values()]
+    assert sizes[0] != sizes[1]
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """The table of methods, scenes and modes of scripts/bench_quality.py: whole trainings on real ranks of this machine.
 
-Settings are a short schedule, the same for all methods, at one resolution: warm-up for an eighth of the views, then four
-refinements, at twice the usual gradient thresholds (few steps, small images), and no opacity resets; learning rates
-fall within the run. odin-splatfacto comes first on each scene: odin-splatfacto-mcmc gets its final number of
+Settings are a short schedule, the same for all methods, at one resolution: warm-up for an eighth of the views, then
+four refinements, at twice the usual gradient thresholds (few steps, small images), and no opacity resets; learning
+rates fall within the run. odin-splatfacto comes first on each scene: odin-splatfacto-mcmc gets its final number of
 primitives as its cap, and refines as often as it takes to reach that.
 Gains and hidden shares are estimates of the run itself (`runtime.barrier_estimate`), as it prints them at its end.
 """

@@ -23,10 +23,10 @@ from odin_nerfstudio.glue.shard_rows import cut_model, rows_of, shard_tree
 from odin_nerfstudio.glue.step_runner import StepRunner
 from odin_nerfstudio.glue.step_timer import StepTimer
 from odin_nerfstudio.glue.strategies import FedStrategy
-from odin_nerfstudio.glue.tables import model_tables
-from odin_nerfstudio.rendering.stages import Projection, StageView, ViewSplats
+from odin_nerfstudio.glue.tables import CAMERAS, GRIDS, model_tables
+from odin_nerfstudio.rendering.stages import Projection, StageView, ViewSplats, viewmat_gradient
 from odin_nerfstudio.runtime.noise import PositionNoise
-from odin_nerfstudio.runtime.shadow import Task
+from odin_nerfstudio.runtime.shadow import TableShadow, Task
 from odin_nerfstudio.runtime.sharded.crop import Crop
 from odin_nerfstudio.runtime.sharded.engine import ShardedEngine
 from odin_nerfstudio.runtime.sharded.requests import Requests
@@ -58,6 +58,11 @@ class ModelProjector:
         """cameras: all training views ``[V]``, undistorted, on the CPU."""
         self._model, self._cameras = model, cameras
         self._known: dict[tuple[int, int, bool], StageView] = {}
+        self._poses: Tensor | None = None
+        if model.camera_optimizer.config.mode != "off":
+            self._poses = model.camera_optimizer.pose_adjustment
+            # One of its own: the model's belongs to the training thread, and owners may work in another.
+            self._mover = model.camera_optimizer.config.setup(num_cameras=1, device="cpu")
 
     @property
     def kind(self) -> type[ViewSplats]:
@@ -78,7 +83,26 @@ class ModelProjector:
                 int(camera.height.item()),
                 with_depth,
             )
-        return self._known[key]
+        if self._poses is None:
+            return self._known[key]
+        with torch.no_grad():
+            matrix = self._moved(view, self._poses.detach()[view : view + 1])[0]
+        return dataclasses.replace(self._known[key], viewmat=matrix, trained=True)
+
+    def _moved(self, view: int, pose: Tensor) -> Tensor:
+        """World to camera of a training view whose pose is trained. pose [1, 6] -> [1, 4, 4]."""
+        camera = self._cameras[view : view + 1]
+        camera.metadata = {"cam_idx": 0}
+        self._mover.pose_adjustment.data = pose
+        return world_to_camera(self._mover.apply_to_camera(camera)).float().contiguous()
+
+    def pose_backward(self, task: Task, sums: Tensor, tables: Mapping[str, TableShadow]) -> None:
+        """Leave the gradient of a view's pose in its shadow; see `runtime.sharded.view_rows`."""
+        leaf = tables[CAMERAS].leaves["pose_adjustment"]
+        gradient = viewmat_gradient(sums, self.view(task.step, task.view))
+        with torch.enable_grad():
+            matrix = self._moved(task.view, leaf.detach())
+            (leaf.grad,) = torch.autograd.grad(matrix, self._mover.pose_adjustment, gradient[None])
 
     def stage_view(self, viewmats: Tensor, Ks: Tensor, width: int, height: int, with_depth: bool) -> StageView:
         """One camera, as the model's ``render`` is given it."""
@@ -124,9 +148,10 @@ class ShardedRunner(StepRunner):
         cameras = pipeline.datamanager.train_dataset.cameras
         strategy = shard_strategy(model.strategy)
         model.strategy = cast(Any, strategy)
-        table, *others = model_tables(self.model, optimizers, cameras, start_step, pipeline.seed)
-        if others or not isinstance(table.noise, PositionNoise | None):
-            raise ValueError("placement sharded trains primitives only; see glue.sharding.refusal")
+        table, *views = model_tables(self.model, optimizers, cameras, start_step, pipeline.seed)
+        strange = [other.name for other in views if other.name not in (CAMERAS, GRIDS)]
+        if strange or not isinstance(table.noise, PositionNoise | None):
+            raise ValueError("placement sharded trains primitives, poses and grids; see glue.sharding.refusal")
         table.dense_terms = [self._over_all(term) for term in table.dense_terms]
         self.projector = ModelProjector(model, cameras)
         self.engine: Any = ShardedEngine(
@@ -141,6 +166,8 @@ class ShardedRunner(StepRunner):
             self.model.acts_at,
             is_fence,
             start_step,
+            view_tables=views,
+            pose_backward=self.projector.pose_backward if any(v.name == CAMERAS for v in views) else None,
         )
         strategy.engine = self.engine
         self.requests = Requests(self.engine)
@@ -192,7 +219,9 @@ class ShardedRunner(StepRunner):
         self._splats = mine.splats
         try:
             with timer.phase("render"):
-                outputs = model(camera)
+                grids = {} if mine.view is None or GRIDS not in mine.view.tables else mine.view[GRIDS].leaves
+                given = {f"bil_grids.{name}": leaf for name, leaf in grids.items()}
+                outputs = torch.func.functional_call(model, given, (camera,))
         finally:
             self._splats = None
         with timer.phase("loss"):

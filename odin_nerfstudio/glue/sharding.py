@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from odin_nerfstudio.glue.odin_trainer import OdinTrainerConfig
@@ -16,16 +16,8 @@ def refusal(config: OdinTrainerConfig) -> str | None:
     from odin_nerfstudio.glue.odin_model import OdinSplatfactoModel
 
     options, model = config.pipeline.odin, config.pipeline.model
-    given: Any = model
     if model._target not in (OdinSplatfactoModel, OdinAaModel, OdinMcmcModel, Odin2dgsModel):
         return f"owners do not know how {config.method_name} renders and densifies; use placement replicated"
-    if given.camera_optimizer.mode != "off":
-        return (
-            "the gradient of a camera is a sum over all owners, which is not exchanged; use"
-            " --pipeline.model.camera-optimizer.mode off"
-        )
-    if given.use_bilateral_grid:
-        return "bilateral grids have no owner; use --pipeline.model.use-bilateral-grid False"
     if config.machine.device_type != "cpu":
         return "owners project on the CPU only so far; use --machine.device-type cpu, or placement replicated"
     if options.backend == "nccl":

@@ -7,8 +7,8 @@ A Gaussian travels in `SPLAT_COLUMNS` float32 values: its mean in pixels (2), th
 (after compensation, if antialiased), its colour (3), its depth and its radius in pixels. Its gradient comes back in
 `GRADIENT_COLUMNS` values: of the mean (2), of the 2D covariance (3), of the opacity, and of the colours and the depth
 (4). Both stages together give the bits of one call of `rasterization`, images and gradients, also where the primitives
-were split over several projections whose splats are merged in the order of the rows; only the gradient of the camera,
-which is a sum over primitives, then is rounded otherwise.
+were split over several projections whose splats are merged in the order of the rows. The gradient of the camera, a sum
+over primitives, travels exactly (`cpu.exact`) and is rounded where all of it is together.
 
 CPU only so far; on CUDA, gsplat's projection and pixel kernels are the same two stages.
 """
@@ -45,6 +45,8 @@ class StageView:
     """Depths are rendered, too, as a fourth channel."""
     antialiased: bool = False
     """Opacities are compensated for eps2d."""
+    trained: bool = False
+    """The gradient of the matrix is wanted, see `viewmat_gradient`."""
 
 
 def _settings(view: StageView, sh_degree: int | None) -> Any:
@@ -90,6 +92,10 @@ class Projection(ABC):
             gradients: What the other stage's ``gradients`` has for them. [m, gradient columns of the kind] float32.
         """
 
+    def camera_sums(self) -> Tensor | None:
+        """After `backward`: what `viewmat_gradient` takes, where the view is trained; int64 [K], of the rows given."""
+        return None
+
     def info(self) -> dict[str, Any]:
         """After `backward`: entries of gsplat's ``meta``, of the visible splats, that only this stage knows."""
         return {}
@@ -125,6 +131,7 @@ class ViewSplats(Protocol):
 class _GaussianProjection(Projection):
     _means2d: Tensor
     _packed: Tensor
+    _call: Any
 
     def backward(self, rows: Tensor, gradients: Tensor) -> None:
         from odin_nerfstudio.rendering.cpu.layout import S_COLOUR, S_OPACITY
@@ -135,6 +142,20 @@ class _GaussianProjection(Projection):
         means2d = torch.zeros_like(self._means2d)
         means2d[0, self.rows[rows]] = gradients[:, :2]
         torch.autograd.backward([self._means2d, self._packed], [means2d, packed])
+
+    def camera_sums(self) -> Tensor | None:
+        sums = self._call.camera_sums.get(0)
+        return None if sums is None else torch.from_numpy(sums).flatten()
+
+
+def viewmat_gradient(sums: Tensor, view: StageView) -> Tensor:
+    """Gradient of a view's matrix [4, 4], with the bits of one projection of all primitives.
+
+    sums: `Projection.camera_sums` of projections of any parts of them, added up. [K] int64.
+    """
+    from odin_nerfstudio.rendering.cpu import exact, scene
+
+    return torch.from_numpy(scene.camera_gradient(sums.numpy().reshape(-1, exact.BINS), _call(view, None).cameras[0]))
 
 
 def project(
@@ -162,7 +183,9 @@ def project(
     from odin_nerfstudio.rendering.cpu.layout import S_COLOUR, S_OPACITY, S_RADIUS
     from odin_nerfstudio.rendering.cpu.warm import warm_up
 
-    matrices = (view.viewmat if viewmat is None else viewmat)[None]
+    if viewmat is None:
+        viewmat = view.viewmat.clone().requires_grad_() if view.trained else view.viewmat
+    matrices = viewmat[None]
     check(
         means, quats, scales, opacities, colors, matrices, view.K[None], view.width, view.height, view.near, view.far,
         view.radius_clip, view.eps2d, sh_degree, False, 16, None, "RGB+D" if view.with_depth else "RGB", False,
@@ -183,7 +206,7 @@ def project(
     splats[:, S_OPACITY + 1 : S_OPACITY + 4] = given[:, S_COLOUR : S_COLOUR + 3]
     splats[:, -2] = depths.detach()[0, rows]
     splats[:, -1] = given[:, S_RADIUS]
-    return _GaussianProjection(rows, splats, radii[0, rows], means2d, packed)
+    return _GaussianProjection(rows, splats, radii[0, rows], means2d, packed, call)
 
 
 def check_columns(splats: Tensor, columns: int) -> None:

@@ -49,6 +49,7 @@ class Kind(IntEnum):
     ASK_ROWS = 24
     ROWS = 25
     MOVED = 26
+    CAMERA_SUMS = 27
 
 
 class Activity(IntEnum):

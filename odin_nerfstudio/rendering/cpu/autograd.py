@@ -38,6 +38,8 @@ class _Call:
         self.per_camera_colors = per_camera_colors
         self.projected: list[Projected] = []
         self.tiles: list[Tiles] = []
+        self.camera_sums: dict[int, Array] = {}
+        """By camera, what its gradient was made of, where it was wanted."""
         self.starts: list[int] = [0]  # where each camera's rows of the packed tensor start
 
     def primitives(self, arrays: list[Array], camera: int) -> Primitives:
@@ -108,7 +110,7 @@ class _Project(torch.autograd.Function):
             if v_opacities is not None:
                 g_splats[part, S_OPACITY] += _array(v_opacities)[k, rows]
             g_depths = np.zeros(len(rows), np.float32) if v_depths is None else _array(v_depths)[k, rows]
-            v_viewmats[k] = scene.project_backward(
+            sums = scene.project_backward(
                 call.primitives(inputs, k),
                 call.settings,
                 camera,
@@ -122,6 +124,9 @@ class _Project(torch.autograd.Function):
                 accumulate_colors=k > 0 and not call.per_camera_colors,
                 want_camera=ctx.needs_input_grad[6],
             )
+            if ctx.needs_input_grad[6]:
+                v_viewmats[k] = scene.camera_gradient(sums, camera)
+                call.camera_sums[k] = sums
         v_colors = outputs[4] if call.per_camera_colors else outputs[4][0]
         return (
             None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from odin_nerfstudio.rendering.cpu.exact import add
 from odin_nerfstudio.rendering.cpu.harmonics import bases, direction_gradient
 from odin_nerfstudio.rendering.cpu.layout import (
     C_EPS2D,
@@ -88,8 +89,8 @@ def backward(
 
     Rows that are not visible get zeros, or, with `accumulate`, keep what another camera left there; visible rows are
     added to it. `accumulate_colors` says the same of the colours. With `want_camera` the camera's gradients are summed
-    over these rows into `camera_sums`, float64
-    (CAMERA_SUMS,). `v_depths` (V,) is the gradient of the depths beside that of the depth channel.
+    over these rows into `camera_sums`, (CAMERA_SUMS, BINS) of `exact`. `v_depths` (V,) is the gradient of the depths
+    beside that of the depth channel.
     """
     fx, fy, eps2d = camera[C_FX], camera[C_FY], camera[C_EPS2D]
     coefficients = (degree + 1) * (degree + 1)
@@ -281,18 +282,18 @@ def backward(
             a0x, a0y, a0z = r00 * s0, r10 * s0, r20 * s0
             a1x, a1y, a1z = r01 * s1, r11 * s1, r21 * s1
             a2x, a2y, a2z = r02 * s2, r12 * s2, r22 * s2
-            camera_sums[0] += c0 * wx + h00 * a0x + h10 * a1x + h20 * a2x
-            camera_sums[1] += c0 * wy + h00 * a0y + h10 * a1y + h20 * a2y
-            camera_sums[2] += c0 * wz + h00 * a0z + h10 * a1z + h20 * a2z
-            camera_sums[3] += c1 * wx + h01 * a0x + h11 * a1x + h21 * a2x
-            camera_sums[4] += c1 * wy + h01 * a0y + h11 * a1y + h21 * a2y
-            camera_sums[5] += c1 * wz + h01 * a0z + h11 * a1z + h21 * a2z
-            camera_sums[6] += c2 * wx + h02 * a0x + h12 * a1x + h22 * a2x
-            camera_sums[7] += c2 * wy + h02 * a0y + h12 * a1y + h22 * a2y
-            camera_sums[8] += c2 * wz + h02 * a0z + h12 * a1z + h22 * a2z
-            camera_sums[9] += c0
-            camera_sums[10] += c1
-            camera_sums[11] += c2
-            camera_sums[12] -= b0
-            camera_sums[13] -= b1
-            camera_sums[14] -= b2
+            add(camera_sums, 0, c0 * wx + h00 * a0x + h10 * a1x + h20 * a2x)
+            add(camera_sums, 1, c0 * wy + h00 * a0y + h10 * a1y + h20 * a2y)
+            add(camera_sums, 2, c0 * wz + h00 * a0z + h10 * a1z + h20 * a2z)
+            add(camera_sums, 3, c1 * wx + h01 * a0x + h11 * a1x + h21 * a2x)
+            add(camera_sums, 4, c1 * wy + h01 * a0y + h11 * a1y + h21 * a2y)
+            add(camera_sums, 5, c1 * wz + h01 * a0z + h11 * a1z + h21 * a2z)
+            add(camera_sums, 6, c2 * wx + h02 * a0x + h12 * a1x + h22 * a2x)
+            add(camera_sums, 7, c2 * wy + h02 * a0y + h12 * a1y + h22 * a2y)
+            add(camera_sums, 8, c2 * wz + h02 * a0z + h12 * a1z + h22 * a2z)
+            add(camera_sums, 9, c0)
+            add(camera_sums, 10, c1)
+            add(camera_sums, 11, c2)
+            add(camera_sums, 12, -b0)
+            add(camera_sums, 13, -b1)
+            add(camera_sums, 14, -b2)

@@ -6,15 +6,13 @@ from itertools import pairwise
 
 import numpy as np
 
-from odin_nerfstudio.rendering.cpu import binning, gradients, pixels, projection, reduction
+from odin_nerfstudio.rendering.cpu import binning, exact, gradients, pixels, projection, reduction
 from odin_nerfstudio.rendering.cpu.buffers import Array, empty
 from odin_nerfstudio.rendering.cpu.layout import C_POSITION, PAIR, SPLAT, TILE, TILE_PIXELS
 from odin_nerfstudio.rendering.cpu.records import Blended, Primitives, Projected, Settings, Tiles
 from odin_nerfstudio.rendering.threads import render_threads, run
 
 ROWS_PER_CHUNK = 16384
-# The camera's gradients are summed per so many visible rows, then over these chunks: an order that depends on nothing
-# but the visible rows.
 VISIBLE_PER_CHUNK = 4096
 
 
@@ -252,12 +250,12 @@ def project_backward(
 ) -> Array:
     """Gradients of `project` into `v_primitives`: added to it where `accumulate`, for colours `accumulate_colors`.
 
-    Returns that of the 4 x 4 view matrix, float32, whose last row is zero (all of it without `want_camera`).
+    Returns the sums that `camera_gradient` takes (zeros without `want_camera`). (CAMERA_SUMS, BINS) int64.
     """
     count, visible = len(primitives.means), len(rows)
     chunks = row_spans(visible, VISIBLE_PER_CHUNK) or [(0, 0)]
     row_cuts = [0, *(int(rows[a]) for a, _ in chunks[1:]), count]
-    partial = np.zeros((len(chunks), gradients.CAMERA_SUMS))
+    partial = np.zeros((len(chunks), gradients.CAMERA_SUMS, exact.BINS), np.int64)
     p, g = primitives, v_primitives
     run(
         lambda k: gradients.backward(
@@ -291,19 +289,23 @@ def project_backward(
         ),
         len(chunks),
     )
-    v_viewmat = np.zeros((4, 4), np.float32)
-    if want_camera:
-        total = np.zeros(gradients.CAMERA_SUMS)
-        for row in partial:
-            total += row
-        # The camera's position is p = -R^-1 t, so dp = -R^-1 (dR p + dt).
-        position = camera[C_POSITION : C_POSITION + 3].astype(np.float64)
-        inverse = projection.inverse_rotation(camera)
-        pulled = [float(sum(inverse[k, j] * total[12 + k] for k in range(3))) for j in range(3)]
-        for i in range(3):
-            for j in range(3):
-                v_viewmat[i, j] = total[3 * i + j] - pulled[i] * position[j]
-            v_viewmat[i, 3] = total[9 + i] - pulled[i]
+    return partial.sum(0)
+
+
+def camera_gradient(sums: Array, camera: Array) -> Array:
+    """Gradient of the 4 x 4 view matrix, float32, whose last row is zero.
+
+    sums: of `project_backward`, over any parts of the primitives added up.
+    """
+    total, v_viewmat = exact.totals(sums), np.zeros((4, 4), np.float32)
+    # The camera's position is p = -R^-1 t, so dp = -R^-1 (dR p + dt).
+    position = camera[C_POSITION : C_POSITION + 3].astype(np.float64)
+    inverse = projection.inverse_rotation(camera)
+    pulled = [float(sum(inverse[k, j] * total[12 + k] for k in range(3))) for j in range(3)]
+    for i in range(3):
+        for j in range(3):
+            v_viewmat[i, j] = total[3 * i + j] - pulled[i] * position[j]
+        v_viewmat[i, 3] = total[9 + i] - pulled[i]
     return v_viewmat
 
 

@@ -22,7 +22,7 @@ the state of all rows is looked at is a fence, on all ranks; structural steps an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -50,6 +50,7 @@ from odin_nerfstudio.runtime.sharded.exchange import ShardExchange
 from odin_nerfstudio.runtime.sharded.owner import Owner, Projector
 from odin_nerfstudio.runtime.sharded.service import Service
 from odin_nerfstudio.runtime.sharded.structure import change_rows
+from odin_nerfstudio.runtime.sharded.view_rows import PoseBackward, ViewRows
 from odin_nerfstudio.runtime.sharded.views import MergedView, ViewTask, norms_of
 from odin_nerfstudio.runtime.status import StatusBoard
 from odin_nerfstudio.runtime.store import PublishedStore, RowTable
@@ -76,12 +77,16 @@ class ShardedEngine(Rank):
         is_fence: Callable[[int], bool] = lambda step: False,
         start_step: int = 0,
         imbalance: float = 0.2,
+        view_tables: Sequence[RowTable] = (),
+        pose_backward: PoseBackward | None = None,
     ) -> None:
         """
         Args:
             ids: Place in the whole model of each row of the table, ascending. [n] int32.
             is_fence: Whether something looks at the state of all rows after a step.
             imbalance: At a structural step rows change hands if the largest shard exceeds the mean by more than this.
+            view_tables: Parameters of views, a row for each. Every rank holds all of them.
+            pose_backward: Where poses are among them, see `view_rows`.
 
         Raises:
             ValueError: More than 255 lanes, or ids that do not fit the table.
@@ -90,7 +95,7 @@ class ShardedEngine(Rank):
             raise ValueError(f"views per step: {plan.views_per_step} lanes are not within 1 to 255")
         if ids.shape != (table.count,) or ids.dtype != torch.int32:
             raise ValueError(f"ids: {ids.dtype} {tuple(ids.shape)}, expected int32 [{table.count}]")
-        self.plan, self.store = plan, PublishedStore([table])
+        self.plan, self.store = plan, PublishedStore([table, *view_tables])
         self.transport: Transport = transport or LocalTransport()
         self.options = options or EngineOptions()
         self.policy: GatePolicy = policy or QualityPolicy()
@@ -101,6 +106,11 @@ class ShardedEngine(Rank):
         self._released = self._recorded = start_step
         self._on_step: Callable[[StepRecord], None] | None = None
         self._exchange = self._shards = ShardExchange(self)
+        self.views: ViewRows | None = None
+        if view_tables:
+            self.views = ViewRows(
+                plan, view_tables, self.transport, pose_backward, self._limit, start_step, self.options.debug
+            )
         self.owner = Owner(
             plan,
             table,
@@ -114,6 +124,7 @@ class ShardedEngine(Rank):
             self._limit,
             self._shards.ship,
             start_step,
+            self.views,
         )
         self.frontier = cast(Frontier, self.owner)
         self.balance = Balance(self, imbalance)
@@ -123,8 +134,9 @@ class ShardedEngine(Rank):
         self._open: set[tuple[int, int]] = set()
         self._done: set[tuple[int, int]] = set()
         self.store.start(start_step)
-        for name in table.names:
-            table.adam_state(name)
+        for each in self.store.tables:
+            for name in each.names:
+                each.adam_state(name)
         self.transport.report(start_step, Activity.TRAINING)
 
     @property
@@ -150,7 +162,7 @@ class ShardedEngine(Rank):
     @property
     def low(self) -> int:
         """The oldest step that is not published entirely on this rank's rows."""
-        return self.owner.low
+        return self.owner.low if self.views is None else min(self.owner.low, self.views.low)
 
     def tasks(self, step: int) -> list[Task]:
         """This rank's tasks of a step, in lane order."""
@@ -203,16 +215,19 @@ class ShardedEngine(Rank):
             late = tuple(Awaited(task.step, -1 - r) for r in everyone if r not in found and r != me)
             mine = () if me in found else self.owner.awaited(task.step)
             self._await(task.step, Decision(hazard, late + mine))
+        while self.views is not None and not self.views.ready(task.view, task.step):
+            self._await(task.step, Decision(hazard, self.views.missing(task.step)))
         begin = now()
         projector = self.owner.projector
         merged = MergedView(self._shards.splats.pop(key), projector.view(task.step, task.view), projector.kind)
+        own = None if self.views is None else self.views.take(task)
         self._open.add(key)
         end = now()
         record.acquire += end - begin
         record.tasks += 1
         self.telemetry.enter("computing", task.step)
         self._service.start()
-        return ViewTask(task, merged, end)
+        return ViewTask(task, merged, end, own)
 
     # -- hook 2
 
@@ -241,6 +256,9 @@ class ShardedEngine(Rank):
         self._open.discard(key)
         self._done.add(key)
         packets = mine.merged.gradients(task, norms)
+        if self.views is not None and mine.view is not None:
+            self.views.rendered(mine.view, {rank for rank, packet in packets.items() if packet.count})
+            self.owner.changed = True
         me = self.transport.rank
         for rank in sorted(packets, key=lambda r: (r == me, r)):  # the others first: they may be waiting
             if packets[rank].count:
@@ -267,7 +285,7 @@ class ShardedEngine(Rank):
         self.transport.report(step + 1, Activity.TRAINING)
         self._serve()
         while self.low < step - self.options.lookahead:
-            self._await(step, Decision(LOOKAHEAD, self.owner.awaited(self.current)))
+            self._await(step, Decision(LOOKAHEAD, self._missing()))
 
     # -- structural steps and drains
 
@@ -285,7 +303,7 @@ class ShardedEngine(Rank):
             raise ValueError(f"drain: step {self.current - 1} is no fence; owners may be beyond it")
         self._serve()
         while self.low < self.current:
-            self._await(self.current - 1, Decision(reason, self.owner.awaited(self.current)))
+            self._await(self.current - 1, Decision(reason, self._missing()))
         ahead, staged, applied = self.owner.waiting_rows(), self.owner.staged_rows, self.publisher.applied_rows
         if staged != applied + ahead:
             raise RuntimeError(
@@ -335,6 +353,10 @@ class ShardedEngine(Rank):
             yield
         finally:
             self._service.stop()
+
+    def _missing(self) -> tuple[Awaited, ...]:
+        """Lanes that the steps before this rank's wait for."""
+        return self.owner.awaited(self.current) or (() if self.views is None else self.views.missing(self.current))
 
     def _serve(self) -> None:
         """Take in what has arrived, and do all that may be done with it."""

@@ -86,6 +86,12 @@ class ShardExchange(Exchange):
             gradients = packets.decode_gradients(received.words)
             self._sharded.telemetry.record(gradients.step).received += 4 * received.size
             self._sharded.owner.returned(gradients, received.arrival)
+        elif received.kind == Kind.CONTRIBUTION and self._sharded.views is not None:
+            self._sharded.views.take_contribution(received)
+            self._sharded.owner.changed = True
+        elif received.kind == Kind.CAMERA_SUMS and self._sharded.views is not None:
+            self._sharded.views.take_sums(received)
+            self._sharded.owner.changed = True
         elif received.kind == Kind.ASK_VIEW and self._sharded.changing:
             self._early.append(received)  # answered when rows and their numbers fit each other again
         elif received.kind == Kind.HEARTBEAT:

@@ -25,6 +25,7 @@ from odin_nerfstudio.runtime.publication import Publisher
 from odin_nerfstudio.runtime.shadow import ShadowPool, TableShadow
 from odin_nerfstudio.runtime.sharded.packets import GradientPacket, SplatPacket
 from odin_nerfstudio.runtime.sharded.staging import OwnerStaging
+from odin_nerfstudio.runtime.sharded.view_rows import ViewRows
 from odin_nerfstudio.runtime.sharded.views import NO_GRADIENT
 from odin_nerfstudio.runtime.staging import Phase
 from odin_nerfstudio.runtime.store import RowTable
@@ -65,6 +66,7 @@ class Owner:
         limit: Callable[[], int],
         ship: Callable[[int, SplatPacket], int],
         start_step: int,
+        views: ViewRows | None = None,
     ) -> None:
         """
         Args:
@@ -72,10 +74,11 @@ class Owner:
             total: Rows of the whole model.
             limit: Last step that may be projected and published for the time being.
             ship: Hands a packet to a rank, which may be this one; returns the bytes sent.
+            views: Parameters of views, where some are trained.
         """
         self.plan, self.table, self.ids, self.total = plan, table, ids, total
         self.publisher, self.telemetry, self.projector = publisher, telemetry, projector
-        self.lookahead, self._limit, self._ship = lookahead, limit, ship
+        self.lookahead, self._limit, self._ship, self._views = lookahead, limit, ship, views
         self.low = self.current = start_step
         self.evidence: EvidenceStore | None = None
         self.use_policy(policy)
@@ -105,6 +108,8 @@ class Owner:
         """Publish, project and ship all that may be."""
         while self.changed:
             self.changed = False
+            if self._views is not None:
+                self._views.advance()
             self._publish_complete()
             if self.policy.partial:
                 self._project_open()
@@ -125,7 +130,7 @@ class Owner:
 
     def _project_together(self) -> None:
         """As synchronized training does: all views of a step, then one exchange of all to all."""
-        if self.low > self._horizon():
+        if self.low > self._horizon() or (self._views is not None and self._views.low < self.low):
             return
         staged = self.staging(self.low)
         made = [(number, self._project(staged, number)) for number in self._waiting(staged)]
@@ -135,6 +140,8 @@ class Owner:
     def _try(self, staged: OwnerStaging, number: int) -> None:
         """Project a lane if its gate is open."""
         step = staged.step
+        if self._views is not None and not self._views.ready(staged.views[number], step):
+            return
         ids = self._candidate_ids(staged, number)
         gate = Gate(
             step,
@@ -241,6 +248,8 @@ class Owner:
         staged, layout = self._steps[step], self.table.layout(step)
         if packet.rows.shape[0]:
             projection.backward(packet.rows, packet.gradients)
+        if self._views is not None:
+            self._views.send_sums(step, number, projection.camera_sums())
         statistics = self._statistics(staged, number, shadow, projection, packet)
         gradients = {n: leaf.grad.contiguous() for n, leaf in shadow.leaves.items() if leaf.grad is not None}
         ordered = [gradients.get(name) for name in layout.names]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from odin_nerfstudio.rendering.stages import StageView, ViewSplats
 from odin_nerfstudio.runtime.faults import NonFiniteGradient
-from odin_nerfstudio.runtime.shadow import Task
+from odin_nerfstudio.runtime.shadow import Shadow, Task
 from odin_nerfstudio.runtime.sharded.packets import GradientPacket, SplatPacket
 from odin_nerfstudio.runtime.store import Statistics
 
@@ -81,6 +81,8 @@ class ViewTask:
     merged: MergedView
     started: float
     """When it could start (monotonic clock, seconds)."""
+    view: Shadow | None = None
+    """Its view's own parameters, where some are trained."""
 
     @property
     def splats(self) -> ViewSplats:

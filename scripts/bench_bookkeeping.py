@@ -63,10 +63,11 @@ class Options:
 
 def jobs_of(options: Options) -> list[Job]:
     """What is measured, smallest first."""
-    common = {"ranks": options.ranks, "share": options.share, "steps": options.steps, "order": "place"}
+    common: dict[str, Any] = {"ranks": options.ranks, "share": options.share, "steps": options.steps, "order": "place"}
     out = [Job("kernels", n, n, 6, **common) for n in options.kernels]
     out += [Job("replicated", n, n, 6, **common) for n in options.rows]
-    out += [Job("replicated", n, n, 6, **common | {"order": "shuffled"}) for n in options.shuffled]
+    shuffled: dict[str, Any] = common | {"order": "shuffled"}
+    out += [Job("replicated", n, n, 6, **shuffled) for n in options.shuffled]
     out += [Job("replicated", n, n, 59, **common) for n in options.full]
     return out + [Job("owner", n // options.ranks, n, 59, **common) for n in options.rows]
 

@@ -396,7 +396,7 @@ def candidate_times(terrain: Terrain, table: RowTable, step: int) -> dict[str, f
         begin = time.perf_counter()
         count = blocks.mark(means, scales, test, motion, table.versions, step, 0, mask)
         found["boxes" if view < 0 else "view"].append(time.perf_counter() - begin)
-        found["near"].append(blocks.near_share)
+        found["near"].append(float(blocks.near_share))
         found["candidates"].append(count)
         if view % 4 == 0:
             begin = time.perf_counter()
@@ -419,7 +419,8 @@ def load_kernels(terrain: Terrain, motion: MotionBound) -> None:
 def kernel_times(terrain: Terrain) -> dict[str, float]:
     """Processor seconds of single passes over positions, scales and what is kept per row; nothing else is made."""
     means, scales = terrain.parameters["means"], terrain.parameters["scales"]
-    n, found = means.shape[0], defaultdict(list)
+    n = means.shape[0]
+    found: dict[str, list[float]] = defaultdict(list)
     versions, mask = torch.zeros(n, dtype=torch.int32), torch.empty(n, dtype=torch.uint8)
     motion = MotionBound.steady(RATES["means"], RATES["scales"], (0.9, 0.999), MAX_LAG)
     load_kernels(terrain, motion)
@@ -431,6 +432,7 @@ def kernel_times(terrain: Terrain) -> dict[str, float]:
         found[name].append(time.thread_time() - begin)
         return value
 
+    test = terrain.test(0)
     for view in range(4):
         test = terrain.test(view)
         name = "view" if view else "boxes"
@@ -443,7 +445,7 @@ def kernel_times(terrain: Terrain) -> dict[str, float]:
     timed("add mask", lambda: pending.add_(mask))
     timed("publishable rows", lambda: rows.publishable(versions, 0, pending, torch.empty_like(mask)))
     timed("fill versions", lambda: versions.fill_(1))
-    return {name: median(values) for name, values in found.items()} | {"candidates": len(ids)}
+    return {name: median(values) for name, values in found.items()} | {"candidates": float(len(ids))}
 
 
 def _peak() -> int:

@@ -105,7 +105,7 @@ def test_rows_without_order_are_tested_one_by_one() -> None:
         versions.fill_(step)
         out, plain = both(boxes, means, scales, versions, step, 50.0)
         assert torch.equal(out, plain)
-    assert boxes._rests_until > step
+    assert boxes._rests_until >= 4 * REFRESH
 
 
 def test_lag_beyond_the_bound_is_refused() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 import torch
+from gsplat.strategy import DefaultStrategy
 from runtime_toy import ToyPlan
 from sharded_toy import Run, SplatScene, make_table
 from torch import Tensor
@@ -41,8 +42,10 @@ def size(tensors: Iterable[Tensor]) -> int:
 
 def table_of(run: Run) -> tuple[SplatScene, RowTable]:
     scene = SplatScene(run)
-    scene.strategy.refine_scale2d_stop_iter = 1
-    scene.state = scene.strategy.initialize_state(1.0)
+    strategy = scene.strategy
+    assert isinstance(strategy, DefaultStrategy)
+    strategy.refine_scale2d_stop_iter = 1
+    scene.state = strategy.initialize_state(1.0)
     table = make_table(scene)
     assert table.statistics is not None
     none = torch.empty(0)

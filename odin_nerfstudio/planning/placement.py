@@ -94,7 +94,7 @@ class Footprints:
             return 1 - 1 / plan.ranks
         part = divide(self.middle, plan.ranks, self.weight).owner(self.middle)
         parts = sparse.csr_matrix((self.weight, (np.arange(len(part)), part)), shape=(len(part), plan.ranks))
-        by_view = np.asarray((self.seen @ parts).todense())
+        by_view = sparse.csr_matrix(self.seen @ parts).toarray()
         held = np.stack([by_view[plan.views_of_rank(rank)].sum(0) for rank in range(plan.ranks)], 1)
         rank_of_part = assign(held)
         near = sum(held[part, rank] for part, rank in enumerate(rank_of_part))
@@ -186,7 +186,7 @@ class PlacementAdvice:
     @property
     def placement(self) -> Placement | None:
         """The placement to take; None: the model fits in neither."""
-        fits = [p for p in self.memory if self.primitives <= self.most(p)]
+        fits: list[Placement] = [p for p in self.memory if self.primitives <= self.most(p)]
         if len(fits) == 2 and self.link.sharded < self.link.replicated and self.ranks >= FROM_RANKS:
             return "sharded"
         return fits[0] if fits else None

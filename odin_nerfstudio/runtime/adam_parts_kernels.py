@@ -11,7 +11,7 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import types
+from numba import carray, types  # pyright: ignore[reportPrivateImportUsage]
 
 from odin_nerfstudio.runtime.adam_kernels import first_moment, second_moment
 from odin_nerfstudio.runtime.adam_roots import roots
@@ -232,9 +232,9 @@ def step_targets(targets, numbers, parts, n, fused1, fused2, recipe, rows, begin
         if live == 0 or begin == end:
             continue
         size = (n * columns,)
-        p = numba.carray(float32_at(targets[t, 0]), size)
-        m = numba.carray(float32_at(targets[t, 1]), size)
-        v = numba.carray(float32_at(targets[t, 2]), size)
+        p = carray(float32_at(targets[t, 0]), size)
+        m = carray(float32_at(targets[t, 1]), size)
+        v = carray(float32_at(targets[t, 2]), size)
         mine = parts[targets[t, 5] : targets[t, 6]]
         if not _step_target(
             p, m, v, n, columns, live, mine, numbers[t], fused1, fused2, recipe, rows, begin, end, limit

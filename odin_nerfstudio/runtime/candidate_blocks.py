@@ -137,7 +137,7 @@ class BlockBoxes:
         found = kernels.mark(middle, largest, oldest, *lag, *reach, half, nothing, view.packed, self._near)
         if found < 0:  # a block lags by more than is covered, which rows may have made up since
             return self._one_by_one(means, log_scales, view, motion, versions, step, least_lag, out)
-        self.near_share = found / len(self._near)
+        self.near_share = float(found) / len(self._near)
         self._looks.append(self.near_share)
         tables = (means.detach().numpy(), log_scales.detach().numpy(), versions.numpy())
         count = int(mark_near(*tables, *lag, *reach, view.packed, self._near, BLOCK, out.numpy()))

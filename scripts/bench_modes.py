@@ -43,7 +43,7 @@ class Options:
     views: int = 2800
     """Views rendered in training."""
     downscales: int = 1
-    """Images are halved this many times, in training and in evaluation."""
+    """Images are halved this many times in training; held-out images have their full size."""
     order: str = "rlg"
     """Order of the views."""
     skew_ms: float = 0.0

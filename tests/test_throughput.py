@@ -277,3 +277,12 @@ def test_limits_that_make_no_sense_are_refused_in_one_line(options: dict[str, An
 
     with pytest.raises(SystemExit, match=words) if words else nullcontext():
         check_delays(OdinOptions(**options))
+
+
+def test_commands_have_the_policys_limits() -> None:
+    from odin_nerfstudio.glue.odin_options import OdinOptions
+    from odin_nerfstudio.tools.simulate import SimulateCommand
+
+    limits = DelayLimits()
+    for command in (OdinOptions, SimulateCommand):
+        assert [getattr(command, name) for name in vars(limits)] == list(vars(limits).values())

@@ -36,7 +36,7 @@ class OdinOptions:
     max_delay: int = 2
     """How many steps late a primitive may be read in mode throughput, at most lookahead; 0: never late. In every mode
     the plan keeps conflicts low between a view and those of other devices in the last max_delay + 1 steps."""
-    max_overlap: float = 0.3
+    max_overlap: float = 0.5
     """Mode throughput: how much of a view's gradient may lie on primitives whose updates are still on their way, and
     matter to the views that send them, too (0: none, 1: all). Smaller waits more and is closer to mode quality."""
     max_impact: float = 0.02

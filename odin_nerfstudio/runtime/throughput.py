@@ -36,7 +36,7 @@ class DelayLimits:
 
     max_delay: int = 2
     """Most steps whose updates a row may lack."""
-    max_overlap: float = 0.3
+    max_overlap: float = 0.5
     """The harm of a read stays below this."""
     max_impact: float = 0.02
     """Most that a single row may add to the harm."""

@@ -49,7 +49,7 @@ class SimulateCommand:
     """See --pipeline.odin.lookahead."""
     max_delay: int = 2
     """See --pipeline.odin.max-delay."""
-    max_overlap: float = 0.3
+    max_overlap: float = 0.5
     """See --pipeline.odin.max-overlap."""
     max_impact: float = 0.02
     """See --pipeline.odin.max-impact."""

@@ -18,4 +18,4 @@ fi
 say "Compiling the CPU kernels once"
 python -c "from odin_nerfstudio.rendering import warm_up; warm_up()"
 say "Tests"
-python -m pytest "$@"
+python -m pytest -n 2 --dist loadfile "$@"  # most tests start processes and wait for them

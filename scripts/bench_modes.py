@@ -102,7 +102,7 @@ def table(rows: list[dict[str, Any]], command: str) -> str:
             f"| {scene} | {ranks} | {mode} | {statistics.mean(psnr):.2f} ({max(psnr) - min(psnr):.2f}) "
             f"| {statistics.mean(r['ssim'] for r in mine.values()):.3f} | {against} "
             f"| {f'{statistics.mean(similar):+.4f}' if against else ''} "
-            f"| {100 * statistics.mean(r['delayed_share'] for r in mine.values()):.0f} % |"
+            f"| {100 * statistics.mean(r['delayed_share'] for r in mine.values()):.1f} % |"
         )
     return "\n".join(lines)
 

@@ -174,7 +174,7 @@ class Engine(Drains):
             self._await(task.step, decision)
             self.frontier.publish_ready(task.step)
         if self.policy.partial and self.frontier.low < task.step:
-            self.frontier.publish_some(task.step, ids)
+            self.frontier.publish_some(task.step)
         if self.row_watch.active:
             self.row_watch.read(ids[0], task.step, refused)
         opened = now()

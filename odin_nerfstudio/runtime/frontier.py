@@ -176,25 +176,22 @@ class Frontier:
                 self.publisher.statistics(staged)
             self._retire(staged)
 
-    def publish_some(self, step: int, wanted: Sequence[Tensor] | None = None) -> None:
-        """Publish rows of incomplete steps that no lane is pending on.
+    def publish_some(self, step: int) -> None:
+        """Publish the rows of incomplete steps that no lane is pending on. step: for the telemetry.
 
-        Args:
-            step: For the telemetry.
-            wanted: Per table the only rows to publish, as a task that starts needs them; the others go with their whole
-                step, in fewer passes. None: all rows, for a rank that waits anyway.
+        All of them, not only those that the task at hand reads: rows that lag make candidate sets wider, also those of
+        the other ranks' next tasks, so that more of them meet.
         """
         changed = False
         for number in range(self.low, self.current):
             staged = self.staging(number)
             changed = changed or staged.changed  # a row of a step can go where it has gone in the step before
-            if changed or wanted is not None:
+            if changed:
                 begin = self.telemetry.now()
                 with self.telemetry.timed(step, "publish"):
                     self.track(staged)
-                    self.publisher.some(staged, number - self.low, wanted)
-                if wanted is None:
-                    staged.changed = False
+                    self.publisher.some(staged, number - self.low)
+                staged.changed = False
                 staged.spent += self.telemetry.now() - begin
 
     def _retire(self, staged: StepStaging) -> None:

@@ -189,7 +189,7 @@ class SimulatedRank:
             yield from self._await(step, decision)
             frontier.publish_ready(step)
         if self.policy.partial and frontier.low < step:
-            frontier.publish_some(step, ids)
+            frontier.publish_some(step)
         if frontier.low < step:
             frontier.staging(step - 1).spent += meter.total - reads - (record.publish - published)
         if getattr(decision, "delayed", None) is not None:

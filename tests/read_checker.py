@@ -70,9 +70,9 @@ class ReadChecker:
                     self._note(self.applied, staged.step, k, ids, values)
             whole(staged)
 
-        def some_(staged: StepStaging, ahead: int, wanted: Sequence[Tensor] | None = None) -> int:
+        def some_(staged: StepStaging, ahead: int) -> int:
             before = [t.versions.clone() for t in self.engine.tables]
-            count = some(staged, ahead, wanted)
+            count = some(staged, ahead)
             for k, table in enumerate(self.engine.tables):
                 raised = table.versions != before[k]
                 assert bool((before[k][raised] == staged.step).all()) and int(table.versions.max()) <= frontier.current

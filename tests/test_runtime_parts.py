@@ -105,8 +105,7 @@ def test_rows_published_in_parts_have_the_bits_of_a_whole_step() -> None:
         arrivals = [m for message in contributions for m in split(message)]
         order = [0, 2, 4, 1, 3, 5] if step % 2 else [4, 5, 0, 2, 3, 1]
         for k in order:
-            chosen = torch.from_numpy(np.flatnonzero(rng.random(200) < 0.3).astype(np.int32))
-            other.some(staged, 0, [chosen] if step < 4 else None)  # what a task wants, or all that is possible
+            other.some(staged, 0)
             staged.accept(arrivals[k], 0.0)
         other.some(staged, 0)
         other.finish(staged)
@@ -291,7 +290,6 @@ def test_row_operations_have_equal_twins(monkeypatch: pytest.MonkeyPatch) -> Non
             fresh(lambda t: rows.clear(t, ids, 4, None), source),
             fresh(lambda t: rows.clear(t, ids, 4, mask), source),
             fresh(lambda out: rows.publishable(versions, 4, pending, out), torch.zeros(n, dtype=torch.uint8)),
-            rows.publishable_of(versions, ids, 4, pending),
             fresh(lambda v: rows.fill_at(v, ids, 9), versions),
             rows.blocked(versions, ids, 4, pending),
             fresh(lambda p: rows.add_counts(p, ids, 1), pending),

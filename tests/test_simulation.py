@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fixed_plan import Fixed
 from scipy import sparse
 
 from odin_nerfstudio.planning.rlg import Rlg
@@ -27,21 +28,6 @@ from odin_nerfstudio.simulation.scene import Scene, scene_of
 
 COLUMNS = 14
 HEADER = 4 * 28
-
-
-class Fixed:
-    """A plan given as a table of views [steps, lanes]; lane n runs on rank n * ranks // lanes."""
-
-    def __init__(self, table: Any, ranks: int) -> None:
-        self.table = np.array(table)
-        self.steps, self.views_per_step = self.table.shape
-        self._ranks = ranks
-
-    def view(self, step: int, lane: int) -> int:
-        return int(self.table[step, lane])
-
-    def rank(self, step: int, lane: int) -> int:
-        return lane * self._ranks // self.views_per_step
 
 
 def sets_of(rows: Any) -> ViewSets:

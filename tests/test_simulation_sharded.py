@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fixed_plan import Fixed
 from scipy import sparse
 
 from odin_nerfstudio.planning.rlg import Rlg
@@ -22,21 +23,6 @@ from odin_nerfstudio.simulation.shards import Cut, ShardedScene
 
 HEADER = 4 * 22
 FREE = Link("free", float("inf"), 0.0)
-
-
-class Fixed:
-    """A plan given as a table of views [steps, lanes]; lane n runs on rank n * ranks // lanes."""
-
-    def __init__(self, table: Any, ranks: int) -> None:
-        self.table = np.array(table)
-        self.steps, self.views_per_step = self.table.shape
-        self._ranks = ranks
-
-    def view(self, step: int, lane: int) -> int:
-        return int(self.table[step, lane])
-
-    def rank(self, step: int, lane: int) -> int:
-        return lane * self._ranks // self.views_per_step
 
 
 def scene_with(sets: list[Any], seconds: list[float], rows: int, **stages: Any) -> ShardedScene:

@@ -127,10 +127,19 @@ class OdinMcmcStrategy(MCMCStrategy):
         if not self.acts_at(step):
             return
         with torch.no_grad():
-            moved = self._relocate(params, optimizers, state)
-            added = self._grow(params, optimizers, state)
+            moved, added = self._refine(params, optimizers, state)
         if self.verbose:
             print(f"Step {step}: {moved} GSs relocated, {added} GSs added. Now having {len(params['means'])} GSs.")
+
+    def _refine(
+        self,
+        params: torch.nn.ParameterDict,
+        optimizers: dict[str, torch.optim.Optimizer],
+        state: MutableMapping[str, Any],
+    ) -> tuple[int, int]:
+        """Relocates and grows; returns how many primitives moved and how many are new."""
+        moved = self._relocate(params, optimizers, state)
+        return moved, self._grow(params, optimizers, state)
 
     def _relocate(
         self, params: torch.nn.ParameterDict, optimizers: dict[str, torch.optim.Optimizer], state: MutableMapping

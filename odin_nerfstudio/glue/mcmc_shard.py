@@ -35,36 +35,30 @@ class ShardMcmcStrategy(OdinMcmcStrategy):
         """One with the settings of another."""
         return cls(**{f.name: getattr(strategy, f.name) for f in dataclasses.fields(strategy)})
 
-    def step_post_backward(  # type: ignore[override]
+    def _refine(
         self,
         params: torch.nn.ParameterDict,
         optimizers: dict[str, torch.optim.Optimizer],
         state: MutableMapping[str, Any],
-        step: int,
-        info: dict[str, Any],
-        packed: bool = False,
-    ) -> None:
-        """Relocates and grows, where it is due. Collective; what is drawn is drawn on rank 0."""
-        if not self.acts_at(step):
-            return
-        with torch.no_grad():
-            rows = ShardRows(self.engine, state)
-            gathered = self.requests.gather({"opacities": params["opacities"]}, lambda _, s, t: torch.empty(s, dtype=t))
-            logits = None if gathered is None else gathered["opacities"]
-            drawn = None if logits is None else relocations(logits, self.min_opacity)
-            told = self._told(rows, drawn)
-            if told is not None:
-                targets, draw = told
-                shared = self._settle(rows, draw)
-                rows.relocate(targets, draw.sources)
-                if logits is not None:
-                    logits[draw.rows] = shared
-                    logits[targets] = logits[draw.sources]
-            added = None if logits is None else growth(logits, self.cap_max)
-            told = self._told(rows, None if added is None else (added.sources[:0], added))
-            if told is not None:
-                self._settle(rows, told[1])
-                rows.append(told[1].sources)
+    ) -> tuple[int, int]:
+        """Collective; what is drawn is drawn on rank 0."""
+        rows = ShardRows(self.engine, state)
+        gathered = self.requests.gather({"opacities": params["opacities"]}, lambda _, s, t: torch.empty(s, dtype=t))
+        logits = None if gathered is None else gathered["opacities"]
+        moved = self._told(rows, None if logits is None else relocations(logits, self.min_opacity))
+        if moved is not None:
+            targets, draw = moved
+            shared = self._settle(rows, draw)
+            rows.relocate(targets, draw.sources)
+            if logits is not None:
+                logits[draw.rows] = shared
+                logits[targets] = logits[draw.sources]
+        drawn = None if logits is None else growth(logits, self.cap_max)
+        added = self._told(rows, None if drawn is None else (drawn.sources[:0], drawn))
+        if added is not None:
+            self._settle(rows, added[1])
+            rows.append(added[1].sources)
+        return len(moved[0]) if moved else 0, len(added[1].sources) if added else 0
 
     def _told(self, rows: ShardRows, drawn: tuple[Tensor, Draw] | None) -> tuple[Tensor, Draw] | None:
         """What rank 0 has drawn, on every rank."""

@@ -13,6 +13,7 @@ noticed, and rows are tested one by one.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from typing import Any
 
@@ -23,6 +24,8 @@ from torch import Tensor
 
 from odin_nerfstudio.runtime import candidate_kernels as kernels
 from odin_nerfstudio.runtime.candidates import MotionBound, ViewTest, candidate_mask
+
+logger = logging.getLogger(__name__)
 
 _OPTIONS: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy"}
 
@@ -109,6 +112,7 @@ class BlockBoxes:
         self._known: tuple[Any, ...] = ()
         self._step = self._newest = -1
         self._rests_until = -1
+        self._said = False
         self._looks: list[float] = []
         self._near = np.empty(0, np.uint8)
         self._boxes: tuple[np.ndarray, ...] = ()
@@ -129,35 +133,24 @@ class BlockBoxes:
         Raises:
             ValueError: See `candidate_mask`.
         """
+
+        def one_by_one() -> int:
+            plain = (means.detach(), log_scales.detach(), view, motion)
+            return candidate_mask(*plain, versions=versions, step=step, least_lag=least_lag, out=out)[1]
+
         if means.shape[0] < LEAST_ROWS or not self._fresh(means, log_scales, versions, step):
-            return self._one_by_one(means, log_scales, view, motion, versions, step, least_lag, out)
+            return one_by_one()
         middle, half, largest, oldest = self._boxes
         nothing, reach = np.empty(0, np.float32), (motion.means, motion.log_scales)
         lag = (step, least_lag)
         found = kernels.mark(middle, largest, oldest, *lag, *reach, half, nothing, view.packed, self._near)
         if found < 0:  # a block lags by more than is covered, which rows may have made up since
-            return self._one_by_one(means, log_scales, view, motion, versions, step, least_lag, out)
+            return one_by_one()
         self.near_share = float(found) / len(self._near)
         self._looks.append(self.near_share)
         tables = (means.detach().numpy(), log_scales.detach().numpy(), versions.numpy())
         count = int(mark_near(*tables, *lag, *reach, view.packed, self._near, BLOCK, out.numpy()))
-        if count < 0:  # let it say what is wrong
-            return self._one_by_one(means, log_scales, view, motion, versions, step, least_lag, out)
-        return count
-
-    def _one_by_one(
-        self,
-        means: Tensor,
-        log_scales: Tensor,
-        view: ViewTest,
-        motion: MotionBound,
-        versions: Tensor,
-        step: int,
-        least_lag: int,
-        out: Tensor,
-    ) -> int:
-        known = {"versions": versions, "step": step, "least_lag": least_lag}
-        return candidate_mask(means.detach(), log_scales.detach(), view, motion, out=out, **known)[1]  # type: ignore[arg-type]
+        return one_by_one() if count < 0 else count  # it says what is wrong
 
     def _fresh(self, means: Tensor, log_scales: Tensor, versions: Tensor, step: int) -> bool:
         """Whether there are boxes that hold for a step, made now where they are missing or old."""
@@ -172,6 +165,9 @@ class BlockBoxes:
             return False
         if len(self._looks) >= _LOOKS and sum(self._looks) / len(self._looks) > _MOST_NEAR:
             self._rests_until, self._looks = step + _REST, []
+            if not self._said:
+                logger.info("views see most blocks of primitives: each primitive is tested by itself")
+            self._said = True
             return False
         self._looks.clear()
         blocks = -(-means.shape[0] // BLOCK)

@@ -60,28 +60,18 @@ class Publisher:
         staged.started = True
         self.whole_steps += 1
 
-    def some(self, staged: StepStaging, ahead: int, wanted: Sequence[Tensor] | None = None) -> int:
+    def some(self, staged: StepStaging, ahead: int) -> int:
         """Publish the rows of a step that are at its version and that no lane is pending on; returns how many.
 
-        Args:
-            ahead: Complete steps still to be finished before this one, which Adam's own counters do not include yet.
-            wanted: Per table the only rows to publish, ascending. [n] int32 each. None: all.
+        ahead: complete steps still to be finished before this one, which Adam's own counters do not include yet.
         """
         assert staged.pending is not None
         published = 0
         for k, table in enumerate(self.tables):
-            mask, pending = table.arrays["mask"], staged.pending[k]
-            if wanted is None:
-                rows.publishable(table.versions, staged.step, pending, mask)
-                ids = rows.ids_of_mask(mask)
-            else:
-                ids = rows.publishable_of(table.versions, wanted[k], staged.step, pending)
-            if not ids.shape[0]:
+            mask = table.arrays["mask"]
+            if not rows.publishable(table.versions, staged.step, staged.pending[k], mask):
                 continue
-            if wanted is not None:
-                mask.zero_()
-                rows.fill_at(mask, ids, 1)
-            parts = staged.parts(k)
+            ids, parts = rows.ids_of_mask(mask), staged.parts(k)
             if all(_takes_parts(table, name) for name in table.names):
                 self._step_parts(table, staged.step, parts, ids, ahead)
             else:

@@ -197,11 +197,11 @@ class Recorder:
 
 
     def _sweep(self, table: RowTable, step: int) -> float:
-        """Publishing no row at all the way in which some are published. [s]"""
+        """Publishing next to nothing the way in which some rows are published. [s]"""
         publisher, nothing = self._engine.publisher, torch.zeros_like(table.arrays["mask"])
         if table.device.type == "cpu":
-            row = torch.zeros(1, dtype=torch.int32)
-            return _seconds(lambda: publisher._step_parts(table, step, [], row, 0), table.device)
+            ids = rows.ids_of_mask(nothing)
+            return _seconds(lambda: publisher._step_parts(table, step, [], ids, 0), table.device)
         return _seconds(lambda: publisher._step_some(table, step, [], nothing, 0), table.device)
 
     def _defer(self, table: RowTable, step: int, ids: Tensor) -> float:

@@ -144,18 +144,6 @@ def publishable(versions, step, pending, out):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(**_OPTIONS)
-def publishable_of(versions, ids, step, pending, out):  # type: ignore[no-untyped-def]
-    """`publishable`, of some ids, into out (as long as ids); returns how many."""
-    n = 0
-    for k in range(ids.shape[0]):
-        i = ids[k]
-        if versions[i] == step and pending[i] == 0:
-            out[n] = i
-            n += 1
-    return n
-
-
-@numba.njit(**_OPTIONS)
 def fill_at(target, ids, value):  # type: ignore[no-untyped-def]
     """target[ids[k]] = value."""
     for k in range(ids.shape[0]):

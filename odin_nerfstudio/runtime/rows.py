@@ -160,16 +160,6 @@ def publishable(versions: Tensor, step: int, pending: Tensor, out: Tensor) -> in
     return int(out.sum())
 
 
-def publishable_of(versions: Tensor, ids: Tensor, step: int, pending: Tensor) -> Tensor:
-    """The ids i with versions[i] == step and pending[i] == 0, in their order. ids [n] int32 -> [m] int32."""
-    if on_cpu(versions):
-        out = np.empty(ids.shape[0], np.int32)
-        n = kernels.publishable_of(_np(versions), _np(ids), step, _np(pending), out)
-        return torch.from_numpy(out[:n])
-    index = ids.long()
-    return ids[(versions[index] == step) & (pending[index] == 0)]
-
-
 def fill_at(target: Tensor, ids: Tensor, value: int) -> None:
     """target[ids[k]] = value. target [N], ids [n] int32."""
     if on_cpu(target):

@@ -32,7 +32,6 @@ def warm_up() -> None:
         rows.scatter_add(table, ids, packed, 0, 3, where)
         rows.clear(table, ids, 3, where)
     rows.publishable(versions, 0, out.zero_(), mask)
-    rows.publishable_of(versions, ids, 0, out)
     rows.fill_at(versions, ids, 1)
     rows.count_older(versions, ids, 1)
     rows.count_newer(versions, ids, 1)

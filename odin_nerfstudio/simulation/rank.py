@@ -6,7 +6,7 @@ passes, messages carry ids without values, and publication raises versions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -40,19 +40,14 @@ class VersionPublisher(Publisher):
         staged.started = True
         self.whole_steps += 1
 
-    def some(self, staged: StepStaging, ahead: int, wanted: Sequence[Tensor] | None = None) -> int:
+    def some(self, staged: StepStaging, ahead: int) -> int:
         table = self.tables[0]
         assert staged.pending is not None
         mask = table.arrays["mask"]
-        if wanted is None:
-            rows.publishable(table.versions, staged.step, staged.pending[0], mask)
-            ids = rows.ids_of_mask(mask)
-        else:
-            ids = rows.publishable_of(table.versions, wanted[0], staged.step, staged.pending[0])
-        count = int(ids.shape[0])
+        count = rows.publishable(table.versions, staged.step, staged.pending[0], mask)
         self._meter.spend(self._costs.scan)
         if count:
-            rows.fill_at(table.versions, ids, staged.step + 1)
+            rows.fill_at(table.versions, rows.ids_of_mask(mask), staged.step + 1)
             self._meter.spend(self._costs.sweep + self._costs.publish * count / table.count)
         staged.started = staged.started or count > 0
         self.partial_passes += 1

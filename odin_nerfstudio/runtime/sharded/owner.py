@@ -8,7 +8,7 @@ view sees, and no others, are pending until their gradients are back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -156,7 +156,7 @@ class Owner:
         if not decision.open:
             return
         if self.low < step:
-            self._publish_some(step, [ids])
+            self._publish_some(step)
         hazards.check_read(self.table, ids, step, self.policy.max_delay)
         if decision.delayed is not None:
             self.telemetry.record(step).delayed.append(decision.delayed)
@@ -302,13 +302,17 @@ class Owner:
                 self.publisher.statistics(staged)
             self._retire(staged)
 
-    def _publish_some(self, step: int, wanted: Sequence[Tensor]) -> None:
-        """Publish the wanted rows of incomplete steps before one, where no lane is pending on them."""
+    def _publish_some(self, step: int) -> None:
+        """Publish the rows of incomplete steps before one that no lane is pending on."""
+        changed = False
         for number in range(self.low, step):
             staged = self.staging(number)
-            with self.telemetry.timed(number, "publish"):
-                staged.track()
-                self.publisher.some(staged, number - self.low, wanted)
+            changed = changed or staged.changed
+            if changed:
+                with self.telemetry.timed(number, "publish"):
+                    staged.track()
+                    self.publisher.some(staged, number - self.low)
+                staged.changed = False
 
     def _retire(self, staged: OwnerStaging) -> None:
         del self._steps[staged.step]

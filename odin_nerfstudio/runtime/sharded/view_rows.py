@@ -71,9 +71,8 @@ class ViewRows:
     def ready(self, view: int, step: int) -> bool:
         """Whether a view's rows are as a task of a step reads them; publishes them as far as they may be."""
         if not self._at(view, step):
-            wanted = [torch.tensor([view], dtype=torch.int32) for _ in self.tables]
             for number in range(self.low, min(step, self._limit() + 1)):
-                self._publisher.some(self._staging(number), number - self.low, wanted)
+                self._publisher.some(self._staging(number), number - self.low)
         return self._at(view, step)
 
     def _at(self, view: int, step: int) -> bool:

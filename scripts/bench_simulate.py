@@ -80,9 +80,7 @@ class Validate:
             if self.kept:
                 found = json.loads((folder / "ranks.json").read_text())
                 link = Link(**found["link"])
-                rows += self._predict(
-                    found["scene"], link, found["skew_ms"], found["ranks"], load_recording(folder)
-                )
+                rows += self._predict(found["scene"], link, found["skew_ms"], found["ranks"], load_recording(folder))
             else:
                 rows += self._measure(folder.resolve())
         print(self.table(rows))

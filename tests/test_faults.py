@@ -27,6 +27,7 @@ pytestmark = pytest.mark.timeout(600)
 ENDLESS = 200_000
 """Views of runs that only a fault ends."""
 
+
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return sample_scene(tmp_path_factory.mktemp("scene"), size="64x48", points=400)

@@ -190,7 +190,11 @@ def test_threads_under_torchrun_are_divided_unless_the_user_chose_them(
 ) -> None:
     """torchrun sets OMP_NUM_THREADS to 1 by itself; only what it was started with counts."""
     environment = {"OMP_NUM_THREADS": "1"} if chosen else {}
-    with subprocess.Popen(["sleep", "60"], env=environment) as agent:
+    with subprocess.Popen(["cat"], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:
+        assert agent.stdin is not None and agent.stdout is not None
+        agent.stdin.write(b"?")
+        agent.stdin.flush()
+        agent.stdout.read(1)  # until it runs, /proc has no environment of it
         monkeypatch.setattr(os, "getppid", lambda: agent.pid)
         for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
             monkeypatch.setenv(name, value)

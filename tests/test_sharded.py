@@ -79,9 +79,7 @@ def expected() -> dict[str, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_sharded_equals_replicated(
-    ranks: int, tmp_path: Path, expected: dict[str, dict[str, torch.Tensor]]
-) -> None:
+def test_sharded_equals_replicated(ranks: int, tmp_path: Path, expected: dict[str, dict[str, torch.Tensor]]) -> None:
     outcome = run_sharded(ranks, tmp_path, RUNS[ranks])
     assert outcome.codes == [0] * ranks, (outcome.errors, outcome.failures)
     for name in RUNS[ranks]:

@@ -192,9 +192,7 @@ def test_network_shares_cards_and_keeps_order() -> None:
     """100 bytes/s: two messages that leave one card get half each; two to one peer go one after the other."""
     clock = Clock()
     seen: list[tuple[float, int, int, str]] = []
-    network = Network(
-        clock, 3, Link("test", 100.0, 0.5), lambda a, b, m: seen.append((round(clock.now, 9), a, b, m))
-    )
+    network = Network(clock, 3, Link("test", 100.0, 0.5), lambda a, b, m: seen.append((round(clock.now, 9), a, b, m)))
     network.send(0, 1, 100, "first")
     network.send(0, 1, 50, "second")
     network.send(0, 2, 50, "other")

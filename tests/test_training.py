@@ -117,8 +117,9 @@ def test_optional_parts_train_and_resume(scene: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("sh_degree", [0, 2])
 def test_colour_models(scene: Path, tmp_path: Path, sh_degree: int) -> None:
     before, after = (
-        train(small_config(scene, tmp_path, steps, pipeline__model__sh_degree=sh_degree))
-        .pipeline.get_average_eval_image_metrics()["psnr"]
+        train(
+            small_config(scene, tmp_path, steps, pipeline__model__sh_degree=sh_degree)
+        ).pipeline.get_average_eval_image_metrics()["psnr"]
         for steps in (1, 120)
     )
     print("held-out", before, after)

@@ -105,9 +105,7 @@ class OdinMcmcModel(OdinSplatfactoModel):
     def row_noise(self, context: TrainingContext) -> PositionNoise:
         """The perturbation of positions."""
         rows = cast(Mapping[str, Any], self.gauss_params)
-        return PositionNoise(
-            rows, context.schedule, self.config.noise_lr, context.seed, context.betas["opacities"]
-        )
+        return PositionNoise(rows, context.schedule, self.config.noise_lr, context.seed, context.betas["opacities"])
 
     def reads(self, context: TrainingContext) -> ReadRule:
         """As splatfacto's, with the reach of the noise."""

@@ -101,9 +101,7 @@ class OdinDataManager(FullImageDatamanager[OdinDataset]):
             _, data = undistort(camera, data)
         return data
 
-    def _load_images(
-        self, split: Literal["train", "eval"], cache_images_device: str
-    ) -> list[dict[str, torch.Tensor]]:
+    def _load_images(self, split: Literal["train", "eval"], cache_images_device: str) -> list[dict[str, torch.Tensor]]:
         """All images of a split on the host; training itself loads single views as they come."""
         count = len(self.train_dataset if split == "train" else self.eval_dataset)
         return [

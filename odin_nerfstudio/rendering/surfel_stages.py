@@ -105,9 +105,7 @@ def project_surfels(
     surfels[:, W_RADIUS] = projected.radii[projected.rows]
     surfels[:, W_OUTLINE:] = projected.splats[:, OF_OUTLINE]
     rows = torch.from_numpy(projected.rows)
-    return _SurfelProjection(
-        rows, torch.from_numpy(surfels), torch.from_numpy(projected.radii)[rows], densify, records
-    )
+    return _SurfelProjection(rows, torch.from_numpy(surfels), torch.from_numpy(projected.radii)[rows], densify, records)
 
 
 class SurfelSplats:

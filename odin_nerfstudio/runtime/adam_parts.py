@@ -50,8 +50,11 @@ class LiveColumns:
         The caller steps these columns of the moments and writes to no others.
         """
         known = self._known
-        if not known or known[0]() is not exp_avg or known[1]() is not exp_avg_sq or known[2:] != _writes(
-            exp_avg, exp_avg_sq
+        if (
+            not known
+            or known[0]() is not exp_avg
+            or known[1]() is not exp_avg_sq
+            or known[2:] != _writes(exp_avg, exp_avg_sq)
         ):
             n = exp_avg.shape[0]
             m, v = (x.detach().numpy().reshape(n, -1).view(np.uint32) for x in (exp_avg, exp_avg_sq))

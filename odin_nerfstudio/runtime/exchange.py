@@ -105,9 +105,7 @@ class Exchange:
             sent += self._send(self._peers, Kind.CONTRIBUTION, message, first=False)
         return sent
 
-    def _send(
-        self, peers: list[int], kind: Kind, message: Contribution, first: bool = True, rest: bool = True
-    ) -> int:
+    def _send(self, peers: list[int], kind: Kind, message: Contribution, first: bool = True, rest: bool = True) -> int:
         words, body = self._encode(message, first, rest)
         self._transport.send(peers, kind, words, body)
         return 4 * (words.shape[0] + (0 if body is None else body.shape[0])) * len(peers)

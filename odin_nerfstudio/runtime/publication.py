@@ -102,9 +102,7 @@ class Publisher:
             elif staged.views[number] >= 0:
                 raise RuntimeError(f"step {staged.step} lane {number}: no densification statistics arrived")
 
-    def _step_parts(
-        self, table: RowTable, step: int, parts: Sequence[Part], ids: Tensor | None, ahead: int
-    ) -> None:
+    def _step_parts(self, table: RowTable, step: int, parts: Sequence[Part], ids: Tensor | None, ahead: int) -> None:
         """Step all rows, or some (ascending), without a dense gradient."""
         layout = table.layout(step)
         given = {

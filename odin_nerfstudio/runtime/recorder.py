@@ -195,7 +195,6 @@ class Recorder:
             between=seconds_between(tasks[-100:], recent),
         )
 
-
     def _sweep(self, table: RowTable, step: int) -> float:
         """Publishing next to nothing the way in which some rows are published. [s]"""
         publisher, nothing = self._engine.publisher, torch.zeros_like(table.arrays["mask"])

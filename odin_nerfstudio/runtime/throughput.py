@@ -111,9 +111,7 @@ class ThroughputPolicy:
         finally:
             rows.fill_at(scratch.late, late, 0)
 
-    def _weigh(
-        self, gate: Gate, steps: list[StepStaging], scratch: _Scratch, late: Tensor, delay: int
-    ) -> Decision:
+    def _weigh(self, gate: Gate, steps: list[StepStaging], scratch: _Scratch, late: Tensor, delay: int) -> Decision:
         """Admit the read of the late rows, or wait for those that carry the mass."""
         shares = self.evidence.of(gate.view)
         reader, total = None if shares is None else shares.mass, scratch.total

@@ -58,9 +58,7 @@ def scene_of_tracks(tracks: Tracks, rlg: Rlg) -> Scene:
         "share more rows and less mass",
         "a view takes half of the mean compute time, and as much again in proportion to its points",
     )
-    return Scene(
-        sets, row_sizes, seconds, np.ones(1), _COLUMNS, False, Overheads(), 0, rlg, assumptions
-    )
+    return Scene(sets, row_sizes, seconds, np.ones(1), _COLUMNS, False, Overheads(), 0, rlg, assumptions)
 
 
 def expected_gain(plan: Plan, scene: Scene, wait: float | None, link: Link | None = None, skew: float = SKEW) -> Gain:

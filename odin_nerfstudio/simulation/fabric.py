@@ -55,7 +55,6 @@ FABRICS = {
 """Fabrics by name."""
 
 
-
 def parse_fabric(text: str) -> Link | Fabric:
     """A fabric by name, or a link as `network.parse_link` understands it.
 

@@ -147,9 +147,7 @@ class Network:
             return
         flow.plan += 1
         del self._leaving[source][destination], self._reaching[destination][source]
-        self._clock.at(
-            self._clock.now + self._link.latency, lambda: self._deliver(source, destination, flow.message)
-        )
+        self._clock.at(self._clock.now + self._link.latency, lambda: self._deliver(source, destination, flow.message))
         self._saved[source] = (self._saved[source][0], self._clock.now)
         queue = self._queues.get((source, destination))
         if queue:

@@ -102,9 +102,7 @@ class ShardRank:
         """Send when what has been metered so far is done."""
         self.sent += size
         self.packets_out += 1
-        self._clock.at(
-            self._clock.now + self._meter.spent, lambda: self._network.send(self.number, rank, size, packet)
-        )
+        self._clock.at(self._clock.now + self._meter.spent, lambda: self._network.send(self.number, rank, size, packet))
 
     def _ship(self, rank: int, packet: SplatPacket) -> int:
         if rank == self.number:

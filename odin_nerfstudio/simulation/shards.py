@@ -122,9 +122,7 @@ class Cut:
         mass, counts = by.mass[c:d], by.counts[c:d]
         total = float(mass.sum())
         visible = whole.visible * float(counts.sum()) / max(1.0, float(whole.counts.sum()))
-        return ViewSets(
-            by.candidates[a:b], by.active[c:d], counts, mass / total if total > 0 else mass, round(visible)
-        )
+        return ViewSets(by.candidates[a:b], by.active[c:d], counts, mass / total if total > 0 else mass, round(visible))
 
     def active(self, view: int) -> np.ndarray:
         """Active primitives of a view by owner. [ranks] float64"""

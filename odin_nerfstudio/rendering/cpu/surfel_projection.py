@@ -161,9 +161,7 @@ def project(first, end, means, quats, scales, camera, radii, means2d, depths):
         spread_y = (v[0] * v[0] + v[1] * v[1] - v[2] * v[2]) * inverse
         radius = np.ceil(3.0 * np.sqrt(max(_LEAST_VARIANCE, max(spread_x, spread_y))))
         x, y = mx + cx, my + cy
-        if not (
-            radius > clip and x + radius > 0.0 and x - radius < width and y + radius > 0.0 and y - radius < height
-        ):
+        if not (radius > clip and x + radius > 0.0 and x - radius < width and y + radius > 0.0 and y - radius < height):
             continue
         radii[i] = np.int32(min(radius, _RADIUS_MAX))
         means2d[i, 0] = _f(x)

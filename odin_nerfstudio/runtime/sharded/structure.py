@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from odin_nerfstudio.runtime.sharded.engine import ShardedEngine
 
 
-def change_rows(
-    engine: ShardedEngine, step: int, surgery: Callable[[], None], state: MutableMapping[str, Any]
-) -> None:
+def change_rows(engine: ShardedEngine, step: int, surgery: Callable[[], None], state: MutableMapping[str, Any]) -> None:
     """Change this rank's primitives after a step, and its rows' places in the whole model. Collective, at a drain.
 
     See `ShardedEngine.structural` for the arguments.

@@ -90,9 +90,9 @@ def split_shard(
 
     all_scales = torch.exp(spread(params["scales"].detach()[selected], 0.0))
     quats = F.normalize(spread(params["quats"].detach()[selected], 1.0), dim=-1)
-    samples = torch.einsum(
-        "nij,nj,bnj->bni", normalized_quat_to_rotmat(quats), all_scales, torch.randn(2, total, 3)
-    )[:, places]
+    samples = torch.einsum("nij,nj,bnj->bni", normalized_quat_to_rotmat(quats), all_scales, torch.randn(2, total, 3))[
+        :, places
+    ]
     scales = torch.log(all_scales / 1.6)[places]
 
     def parameter(name: str, p: Tensor) -> Tensor:

@@ -106,6 +106,7 @@ class Options:
         other = add("views balanced by time", scene, balanced, setup)
         add("balanced, any harm", scene, balanced, any_harm, other)
         other = add("lanes change ranks", scene, turned, setup)
+        add("0.5, changing", scene, turned, replace(setup, limits=LIMITS["max_overlap 0.5"]), other)
         add("changing, any harm", scene, turned, any_harm, other)
         free = replace(scene.overheads, **dict.fromkeys(FREE, 0.0))
         add("parts cost nothing", replace(scene, overheads=free), plan, setup)

@@ -21,7 +21,7 @@ import shutil
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,6 +43,10 @@ BURST = 256 * 1024 * FRAMES
 """Of the token bucket in `bench_sync.hosts`."""
 LOOPBACK = Link("loopback", 2e9, 1e-4)
 """What gloo reaches between two processes here, roughly; messages of a megabyte take half a millisecond."""
+TURNING = "rlg, lanes turn"
+"""RLG order with --pipeline.odin.turn-lanes; compared with a barrier that has it, too."""
+KINDS = [*((mode, order) for mode in MODES for order in ("random", "rlg")), ("throughput", TURNING)]
+"""Columns of the table, in which a barrier in RLG order is the second."""
 
 
 @dataclass
@@ -220,6 +224,8 @@ class Scenes:
             reduce=reduce,
         )  # fmt: skip
         rows = table_rows(key["scene"], scene, setup, compare(scene, setup))
+        turning = compare(scene, replace(setup, turn_lanes=True), ["throughput"], ["rlg"])
+        rows += [row | {"order": TURNING} for row in table_rows(key["scene"], scene, setup, turning)]
         sets = recording.sets.values()
         facts = {
             "primitives": recording.primitives,
@@ -236,27 +242,26 @@ class Scenes:
             f"--overhead-speed {self.overhead_speed:g} --skew {self.skew:g}`",
             "",
             "| scene | views | primitives | mean weight | link | barrier waits (rlg) | quality, random | quality, rlg "
-            "| throughput, random | throughput, rlg | ceiling |",
-            "| --- " * 11 + "|",
+            "| throughput, random | throughput, rlg | throughput, lanes turn | ceiling |",
+            "| --- " * 12 + "|",
         ]
         reduce = self.reduce[0]
         mine = [r for r in rows if r["reduce"] == reduce and r["ranks"] == self.ranks]
         for name, link in dict.fromkeys((r["scene"], r["link"]) for r in mine):
             of = {(r["mode"], r["order"]): r for r in mine if (r["scene"], r["link"]) == (name, link)}
             base = of["barrier", "rlg"]
-            cells = [_cell(of[mode, order]) for mode in MODES[1:] for order in ("random", "rlg")]
+            cells = [_cell(of[kind]) for kind in KINDS[2:]]
             lines.append(
                 f"| {name} | {base['views']} | {base['primitives']:,} | {base['mean_weight']:.3f} | {link} "
                 f"| {base['wait_share']:.0%} | {' | '.join(cells)} | {base['ceiling']:.2f} |"
             )
         for link in dict.fromkeys(r["link"] for r in mine):
             at = [r for r in mine if r["link"] == link]
-            kinds = [(mode, order) for mode in MODES for order in ("random", "rlg")]
-            means = [_mean([r for r in at if (r["mode"], r["order"]) == kind]) for kind in kinds]
+            means = [_mean([r for r in at if (r["mode"], r["order"]) == kind]) for kind in KINDS]
             base = means[1]
             cells = [_cell(row) for row in means[2:]]
             lines.append(
-                f"| **mean of {len(at) // len(kinds)}** | | | {base['mean_weight']:.3f} | {link} "
+                f"| **mean of {len({r['scene'] for r in at})}** | | | {base['mean_weight']:.3f} | {link} "
                 f"| {base['wait_share']:.0%} | {' | '.join(cells)} | {base['ceiling']:.2f} |"
             )
         return "\n".join(lines)

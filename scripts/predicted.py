@@ -80,7 +80,7 @@ def predictions(
         for rank, one in enumerate(ranks) for s in one["stretches"] for record in s["records"]
     }  # fmt: skip
     base = stretches[0]["first"]
-    known = {kind: [Patience() for _ in range(RANKS)] for kind in ("same", "drawn")}
+    known = {(kind, mode): [Patience() for _ in range(RANKS)] for kind in ("same", "drawn") for mode in MODES}
     found: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
     for k, one in enumerate(stretches):
         first, steps = one["first"] - base, one["steps"]
@@ -90,8 +90,8 @@ def predictions(
         def same(task: Task, start: int = one["first"]) -> float:
             return took[start + task.step, task.lane]
 
-        replayed = simulate(scene, plan, setup, one["mode"], seconds=same, patience=known["same"])
-        drawn = simulate(scene, plan, setup, one["mode"], patience=known["drawn"])
+        replayed = simulate(scene, plan, setup, one["mode"], seconds=same, patience=known["same", one["mode"]])
+        drawn = simulate(scene, plan, setup, one["mode"], patience=known["drawn", one["mode"]])
         if one.get("recorded"):
             continue  # simulated only for what patience learns there
         alike = [rank["stretches"][k] for rank in ranks]

@@ -19,6 +19,7 @@ from odin_nerfstudio.glue.odin_trainer import OdinTrainer
 from odin_nerfstudio.runtime.barrier_estimate import estimate, pack_timeline
 from odin_nerfstudio.runtime.gate import GatePolicy
 from odin_nerfstudio.runtime.keyed import keyed_generator
+from odin_nerfstudio.runtime.patience import BLOCK
 from odin_nerfstudio.runtime.policies import make_policy
 from odin_nerfstudio.runtime.trace import pack_spans, write_chrome_trace
 
@@ -122,11 +123,12 @@ def main() -> None:
     trainer.runner.model.strategy.acts_at = lambda step: False  # type: ignore[method-assign]
     if job["skew_ms"]:
         add_skew(trainer, job["skew_ms"])
-    trainer.runner.engine.frontier.patience.wanted = job["linger"]
+    trainer.runner.engine.frontier.linger(job["linger"])
     policies = {mode: make_policy(mode) for mode in job["modes"]}
     step, results = trainer._start_step, []
     # Before anything is measured, every mode warms up for an epoch: after it the evidence of all views is known.
-    epoch = -(-len(trainer.pipeline.datamanager.train_dataset) // job["lanes"])
+    # They have compared whole steps with parts, too, and know what is cheaper.
+    epoch = max(-(-len(trainer.pipeline.datamanager.train_dataset) // job["lanes"]), 2 * BLOCK + 1)
     for policy in policies.values():
         stretch(trainer, policy, step, epoch)
         step += epoch

@@ -40,9 +40,9 @@ def _stage_wrongly(engine: Engine, rule: str) -> None:
     frontier = engine.frontier
     stage = frontier.stage
 
-    def wrongly(message: Contribution, arrival: float) -> None:
+    def wrongly(message: Contribution) -> None:
         staged = frontier.staging(message.step)
-        stage(message, arrival)
+        stage(message)
         if (message.step, message.lane) == (AT, 0) and message.has_rest:
             parts = staged.lanes[0].parts[0]
             ids, values = parts[-1] if rule == TWICE else parts.pop()

@@ -52,7 +52,7 @@ class ReadChecker:
         stage, whole, some, resize = frontier.stage, publisher.whole, publisher.some, table.resize
         structural = self.engine.structural
 
-        def staged_(message: Contribution, arrival: float) -> None:
+        def staged_(message: Contribution) -> None:
             rest = frontier.staging(message.step).lanes[message.lane].rest
             for k, section in enumerate(message.tables):
                 if message.has_first:
@@ -60,7 +60,7 @@ class ReadChecker:
                 if message.has_rest:
                     ids = section.ids[section.first :] if message.has_first else rest[k]
                     self._note(self.received, message.step, k, ids, section.rest_rows)
-            stage(message, arrival)
+            stage(message)
             if message.has_rest:
                 self._learn(message)
 

@@ -82,6 +82,8 @@ class Toy:
     reduce: Literal["auto", "always", "never"] = "never"
     linger: bool = False
     """Off by default: steps of a toy are so cheap that waiting for them would leave nothing to publish in parts."""
+    turn_every: int = 0
+    """Steps after which lanes go on to the next rank."""
     announce: bool = False
     """Every rank announces a word, each at another step."""
     fault: str = ""
@@ -97,6 +99,7 @@ class ToyPlan:
 
     def __init__(self, toy: Toy, world_size: int) -> None:
         self.views_per_step, self.steps, self._ranks = toy.lanes, toy.steps, world_size
+        self._turn_every = toy.turn_every
         rng = np.random.default_rng(toy.seed)
         if toy.empty_lanes:
             order = [
@@ -112,7 +115,8 @@ class ToyPlan:
         return int(self._order[step * self.views_per_step + lane])
 
     def rank(self, step: int, lane: int) -> int:
-        return lane % self._ranks
+        turn = step // self._turn_every if self._turn_every else 0
+        return (lane + turn) % self._ranks
 
 
 class Scene:

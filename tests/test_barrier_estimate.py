@@ -14,7 +14,7 @@ STEPS, KEPT, PUBLICATION, TRANSFER = 40, 25, 0.002, 0.01
 class Run:
     """Two ranks with known work, with a barrier or without any wait, on a virtual clock that starts at 100 s."""
 
-    def __init__(self, barrier: bool, paused_at: int = -1, second_clock: float = 0.0) -> None:
+    def __init__(self, barrier: bool, paused_at: int = -1, second_clock: float = 0.0, reaction: float = 0.0) -> None:
         self.work = np.random.default_rng(4).exponential(0.1, (STEPS, 2))
         self.ranks = [Telemetry(rank) for rank in range(2)]
         for rank, shift in enumerate((0.0, second_clock)):
@@ -27,7 +27,8 @@ class Run:
             following = list(complete)
             for rank, telemetry in enumerate(self.ranks):
                 timeline = telemetry.timeline
-                wait = max(0.0, complete[rank] - at[rank]) if barrier else 0.0
+                wait = complete[rank] + reaction - at[rank] if barrier and complete[rank] > at[rank] else 0.0
+                timeline.reacted(reaction if wait or not barrier else 0.0)
                 timeline.spend("wait", wait)
                 self.waited += wait / 2
                 pause = 5.0 if step == paused_at and rank == 0 else 0.0
@@ -50,8 +51,9 @@ class Run:
         return found
 
 
-def test_barrier_run_is_its_own_estimate() -> None:
-    run = Run(barrier=True)
+@pytest.mark.parametrize("reaction", [0.0, 0.004])
+def test_barrier_run_is_its_own_estimate(reaction: float) -> None:
+    run = Run(barrier=True, reaction=reaction)
     found = run.estimate()
     assert found.measured == pytest.approx(run.seconds) and found.barrier == pytest.approx(run.seconds)
     assert found.wait == pytest.approx(run.waited) and found.barrier_wait == pytest.approx(run.waited)
@@ -62,7 +64,7 @@ def test_barrier_run_is_its_own_estimate() -> None:
 @pytest.mark.parametrize("shift", [0.0, 7.0])
 def test_run_without_waits_tells_the_time_of_the_barrier_run(shift: float) -> None:
     """Also where the clocks of the two ranks' machines differ by seconds."""
-    barrier, run = Run(barrier=True), Run(barrier=False, second_clock=shift)
+    barrier, run = Run(barrier=True, reaction=0.004), Run(barrier=False, second_clock=shift, reaction=0.004)
     found = run.estimate()
     assert found.barrier == pytest.approx(barrier.seconds, rel=1e-3)
     assert found.barrier_wait == pytest.approx(barrier.waited, rel=0.01)

@@ -46,6 +46,18 @@ def test_a_rank_serves_and_keeps_only_its_views(scene: Path) -> None:
     assert data.cache_bytes(sorted(mine)) == len(mine) * 64 * 48 * 3
 
 
+def test_where_lanes_turn_every_rank_serves_every_view(scene: Path) -> None:
+    kept, turned = (
+        plan_for(manager(scene), OdinOptions(turn_lanes=turn), seed=1, ranks=2, views_per_step=2)
+        for turn in (False, True)
+    )
+    epoch = 9
+    for step in range(4 * epoch):
+        assert turned.views_of_step(step).tolist() == kept.views_of_step(step).tolist()
+        assert turned.rank(step, 0) == step // epoch % 2 and kept.rank(step, 0) == 0
+    assert turned.views_of_rank(0).tolist() == turned.views_of_rank(1).tolist() == list(range(18))
+
+
 def test_prefetch_reads_in_the_background_and_once(scene: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = manager(scene)
     reads: list[int] = []

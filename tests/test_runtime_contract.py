@@ -41,6 +41,7 @@ RUNS = {
     | reduced("few", FEW_VIEWS),
     3: both_modes("usual", USUAL)
     | {"usual-linger": replace(USUAL, jitter=0.003, linger=True)}
+    | {"usual-turning": replace(USUAL, jitter=0.003, turn_every=3)}
     | both_modes("two", TWO_LANES, 0.006)
     | reduced("usual", USUAL)
     | reduced("two", TWO_LANES),

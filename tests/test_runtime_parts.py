@@ -93,7 +93,7 @@ def test_rows_published_in_parts_have_the_bits_of_a_whole_step() -> None:
         contributions = [make_contribution(whole, step, lane, rng) for lane in range(3)]
         staged = StepStaging(step, [0, 1, 2], [whole])
         for message in contributions:
-            staged.accept(message, 0.0)
+            staged.accept(message)
         one.whole(staged)
         staged = StepStaging(step, [0, 1, 2], [parts])
         for lane, message in zip(staged.lanes, contributions):
@@ -106,7 +106,7 @@ def test_rows_published_in_parts_have_the_bits_of_a_whole_step() -> None:
         order = [0, 2, 4, 1, 3, 5] if step % 2 else [4, 5, 0, 2, 3, 1]
         for k in order:
             other.some(staged, 0)
-            staged.accept(arrivals[k], 0.0)
+            staged.accept(arrivals[k])
         other.some(staged, 0)
         other.finish(staged)
         assert staged.complete and int(parts.versions.min()) == step + 1
@@ -122,7 +122,7 @@ def test_raw_is_found_and_ends_with_the_contribution() -> None:
     table, rng = make_table(100), np.random.default_rng(3)
     staged = StepStaging(0, [0, 1], [table])
     mine, theirs = make_contribution(table, 0, 0, rng), make_contribution(table, 0, 1, rng)
-    staged.accept(mine, 0.0)
+    staged.accept(mine)
     mask = torch.zeros(100, dtype=torch.uint8)
     mask[theirs.tables[0].ids.long()] = 1
     staged.lanes[1].candidates = [mask]
@@ -139,9 +139,9 @@ def test_raw_is_found_and_ends_with_the_contribution() -> None:
     with pytest.raises(HazardError, match="RAW"):
         hazards.check_read(table, ids, 1)
     first, rest = split(theirs)
-    staged.accept(first, 0.0)
+    staged.accept(first)
     assert QualityPolicy().decide(gate).rows == theirs.deferred
-    staged.accept(rest, 0.0)
+    staged.accept(rest)
     assert QualityPolicy().decide(gate).open
     publisher.some(staged, 0)
     hazards.check_read(table, ids, 1)
@@ -153,7 +153,7 @@ def test_waw_is_refused() -> None:
     message = make_contribution(table, 0, 0, rng)
     table.versions[int(message.tables[0].ids[0])] = 1
     with pytest.raises(HazardError, match="WAW: step 0 lane 0 contributes to 1 rows"):
-        staged.accept(message, 0.0)
+        staged.accept(message)
     with pytest.raises(HazardError, match="WAW"):
         hazards.check_publication(table, 0)
     staged.started = True
@@ -167,7 +167,7 @@ def test_active_rows_outside_the_candidates_are_refused() -> None:
     staged.lanes[0].candidates = [torch.zeros(100, dtype=torch.uint8)]
     staged.track()
     with pytest.raises(HazardError, match="were not candidates"):
-        staged.accept(make_contribution(table, 0, 0, rng), 0.0)
+        staged.accept(make_contribution(table, 0, 0, rng))
 
 
 def test_a_shadow_keeps_its_values_while_rows_are_published() -> None:
@@ -179,7 +179,7 @@ def test_a_shadow_keeps_its_values_while_rows_are_published() -> None:
     assert before.shape == (64, 3) and float(before[3:].min()) == 9.0
     assert torch.equal(before[:3], table.parameters["means"][ids.long()])
     staged = StepStaging(0, [0], [table])
-    staged.accept(make_contribution(table, 0, 0, np.random.default_rng(6)), 0.0)
+    staged.accept(make_contribution(table, 0, 0, np.random.default_rng(6)))
     Publisher([table]).whole(staged)
     assert torch.equal(shadow.leaves["means"], before)
     hazards.check_shadow(table, shadow.leaves)

@@ -30,6 +30,10 @@ class OdinOptions:
     order: Literal["rlg", "random"] = "rlg"
     """Order of the views. "rlg": by the Relative Locality Graph, so that views rendered at the same time on
     different devices share little; "random": shuffled, the baseline. One view per step is shuffled either way."""
+    turn_lanes: bool = False
+    """Hand every lane of views to the next device once an epoch. Otherwise each device keeps its views, and one whose
+    views take longer makes the others wait sooner or later. The views of a step stay what they are; every device then
+    reads and keeps every image."""
     lookahead: int = 2
     """How many steps a device may be ahead of the oldest step that is not complete. More hides more, and takes more
     memory for contributions that wait."""

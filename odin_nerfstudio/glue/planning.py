@@ -69,4 +69,5 @@ def plan_for(
         seed=seed,
         order=options.order,
         max_delay=options.max_delay,
+        turn_every=max(1, views // views_per_step) if options.turn_lanes else 0,
     )

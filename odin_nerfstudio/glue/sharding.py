@@ -22,6 +22,8 @@ def refusal(config: OdinTrainerConfig) -> str | None:
         return "owners project on the CPU only so far; use --machine.device-type cpu, or placement replicated"
     if options.backend == "nccl":
         return "splats travel through gloo; use --pipeline.odin.backend gloo"
+    if options.turn_lanes:
+        return "owners are near the views that their rank renders; leave out --pipeline.odin.turn-lanes"
     if options.record is not None:
         return "recordings are made with placement replicated; leave out --pipeline.odin.record"
     return None

@@ -4,14 +4,15 @@ Under a barrier a rank starts step s when every contribution to step s - 1 has r
 times that a run measured, the times of the synchronized run follow from a recursion (max-plus algebra; Baccelli et al.,
 *Synchronization and Linearity*, 1992)::
 
-    start_r(s)  = max(end_r(s - 1) + before_r(s), complete_r(s - 1))
+    start_r(s)  = max(end_r(s - 1) + before_r(s), complete_r(s - 1) + reaction_r)
     end_r(s)    = start_r(s) + publication_r + after_r(s)
     arrive_rq(s) = max(end_r(s), arrive_rq(s - 1)) + transfer_rq(s)        a link delivers one message after the other
     complete_q(s) = max over r of arrive_rq(s)
 
-A transfer is what a message took from when its link was free for it. Where rows are summed by their owners, what counts
-is by how much the last sum arrived after the last contribution had left. The replay cannot know what waiting changes by
-itself, such as processors that run faster while others are idle.
+A transfer is what a message took from when its link was free for it; the reaction is the median of what passed between
+an arrival and the end of the wait for it, and only counts where the rank would wait. Where rows are summed by their
+owners, what counts is by how much the last sum arrived after the last contribution had left. The replay cannot know
+what waiting changes by itself, such as processors that run faster while others are idle.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import numpy as np
 
 from odin_nerfstudio.runtime.telemetry import Telemetry, Timeline
 
-_STEP, _LANE, _BEFORE, _AFTER, _PUBLICATION, _WAIT, _PAUSED, _END = range(len(Timeline.TASK_COLUMNS))
+_STEP, _LANE, _BEFORE, _AFTER, _PUBLICATION, _WAIT, _PAUSED, _REACTION, _END = range(len(Timeline.TASK_COLUMNS))
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def _since(values: array[float], width: int, step: int) -> array[float]:
 @dataclass(eq=False)
 class _Rank:
     tasks: np.ndarray
-    """[n, 7]: `Timeline.TASK_COLUMNS`, the end as wall clock."""
+    """[n, 9]: `Timeline.TASK_COLUMNS`, the end as wall clock."""
     arrivals: dict[tuple[int, int], float]
     """(step, lane): arrival (wall clock)."""
     sums: dict[int, float] = field(default_factory=dict)
@@ -172,6 +173,12 @@ def _least_delay(sender: _Rank, receiver: _Rank) -> float | None:
     return min(delays, default=None)
 
 
+def _typical(reactions: np.ndarray) -> float:
+    """Median of those that there were."""
+    found = reactions[reactions > 0]
+    return float(np.median(found)) if len(found) else 0.0
+
+
 class _Replay:
     """The recursion of the module's text."""
 
@@ -206,7 +213,8 @@ class _Replay:
 
     def run(self, first: int, last: int) -> BarrierEstimate:
         ranks, count = self.ranks, len(self.ranks)
-        starts = [float(r.tasks[0, _END] - r.tasks[0, _BEFORE:_END].sum()) for r in ranks]
+        starts = [float(r.tasks[0, _END] - r.tasks[0, _BEFORE:_REACTION].sum()) for r in ranks]
+        reaction = [_typical(r.tasks[:, _REACTION]) for r in ranks]
         at, complete = list(starts), [0.0] * count
         arrived: dict[tuple[int, int], float] = defaultdict(float)
         wait = 0.0
@@ -216,8 +224,10 @@ class _Replay:
                 for k, (_, lane, before, after, publication, *_) in enumerate(self.by_step[r].get(step, ())):
                     at[r] += before
                     if k == 0:
-                        wait += max(0.0, complete[r] - at[r])
-                        at[r] = max(at[r], complete[r]) + publication
+                        if complete[r] > at[r]:
+                            wait += complete[r] + reaction[r] - at[r]
+                            at[r] = complete[r] + reaction[r]
+                        at[r] += publication
                     at[r] += after
                     for q in range(count):
                         transfer = self.transfer[r, q].get((step, int(lane))) if q != r else None

@@ -109,23 +109,17 @@ class Drains(Rank):
         """Whether a structural step that is still to be done lies before a step."""
         return any(self.is_structural(s) for s in range(max(self.frontier.low - 1, self._surgery_done + 1), step))
 
-    def _await(self, step: int, decision: Decision, seconds: float | None = None) -> None:
-        """Block until a message arrives, or for some seconds, and count the wait."""
+    def _await(self, step: int, decision: Decision) -> None:
+        """Block until a message arrives, and count the wait."""
         begin, awaited = now(), tuple((a.step, a.lane) for a in decision.awaited)
         doing, hazard = self.telemetry.doing, decision.hazard or BARRIER
         self.telemetry.enter("waiting", step, hazard, awaited)
-        if seconds is None:
-            peer = self._exchange.wait(step, decision)
-        elif (heard := self._exchange.glance(step, decision, seconds)) is not None:
-            peer = heard
-        else:
-            peer = decision.awaited[0].rank(self.frontier.plan.rank) if awaited else self.frontier.rank
+        peer = self._exchange.wait(step, decision)
         self.telemetry.waited(step, hazard, peer, begin, now())
         self.telemetry.doing = doing
 
     def _linger(self, step: int) -> None:
-        """Wait a little for the rest of the steps before, where that takes less than publishing them in parts."""
-        end = now() + self.frontier.patience.budget
-        while self.frontier.low < step and (left := end - now()) > 0:
-            self._await(step, Decision(LINGER, self.frontier.missing()), left)
+        """Wait for the rest of the steps before, where that takes less than publishing them in parts."""
+        while self.frontier.low < step and self.frontier.patience.waits():
+            self._await(step, Decision(LINGER, self.frontier.missing()))
             self.frontier.publish_ready(step)

@@ -98,7 +98,7 @@ class Engine(Drains):
         self._done: set[tuple[int, int]] = set()
         self._exchange = Exchange(self)
         self.frontier.on_retire = self._exchange.reducer.forget
-        self.frontier.patience.wanted = self.options.linger
+        self.frontier.linger(self.options.linger)
         several = self.transport.world_size > 1
         self.frontier.reduced = several and self.options.reduce == "always"
         if self.transport.world_size > 2 and self.options.reduce == "auto" and not self.policy.max_delay:
@@ -145,12 +145,9 @@ class Engine(Drains):
         timeline.begin(begin)
         self.row_watch.begin()
         waited = record.waited + record.publish
-        if self.frontier.low < task.step:
-            self.frontier.gates.setdefault(task.step, begin)
+        self.frontier.patience.begin(task.step, begin)
         self._exchange.poll()
         self.frontier.publish_ready(task.step)
-        if self.policy.partial:
-            self._linger(task.step)
         ids = [self._read_ids(table, task) for table in self.tables]
         gate = Gate(
             task.step,
@@ -162,7 +159,8 @@ class Engine(Drains):
             self.lookahead,
         )
         reads, inside, met, refused = now(), timeline.inside(), False, None
-        published = record.publish + record.waited
+        if self.policy.partial:
+            self._linger(task.step)
         while not (decision := self.policy.decide(gate)).open:
             if self.policy.partial:
                 self.frontier.publish_some(task.step)
@@ -178,10 +176,7 @@ class Engine(Drains):
         if self.row_watch.active:
             self.row_watch.read(ids[0], task.step, refused)
         opened = now()
-        if self.frontier.low < task.step:
-            deciding = opened - reads - (record.publish + record.waited - published)
-            self.frontier.staging(task.step - 1).spent += deciding
-        timeline.spend("gating", opened - reads - (timeline.inside() - inside))
+        timeline.spend("gating" if self.policy.partial else "after", opened - reads - (timeline.inside() - inside))
         if self.policy.partial:
             for k, (table, read) in enumerate(zip(self.tables, ids)):
                 hazards.check_read(table, read, task.step, 0 if k else self.policy.max_delay)
@@ -264,12 +259,9 @@ class Engine(Drains):
         alone = self.transport.world_size == 1 or not self.policy.partial or self.frontier.reduced
         if alone or self.is_structural(step) or (end is not None and following >= end):
             return None
-        if self.frontier.patience.budget:
-            return None  # peers probably wait as shortly for the whole
-        begin = now()
-        first = self.frontier.read_by_others(following)
-        self.frontier.staging(step).spent += now() - begin
-        return first
+        if self.frontier.patience.waits(1):
+            return None  # peers probably wait for the whole, too
+        return self.frontier.read_by_others(following)
 
     # -- hook 3
 

@@ -24,7 +24,7 @@ class EngineOptions:
     never."""
 
     linger: bool = True
-    """Wait for the whole of a step where its rest usually arrives sooner than publishing in parts takes."""
+    """Wait for whole steps where that turns out to be cheaper than publishing in parts."""
 
     def __post_init__(self) -> None:
         if self.lookahead < 0 or self.stall <= 0 or self.reduce not in ("auto", "always", "never"):

@@ -73,14 +73,14 @@ class Exchange:
         """Stage a contribution of this rank and send it to the peers; returns the bytes sent."""
         if not reduced:
             sent = self._send_whole(message)
-            self._engine.frontier.stage(message, now())
+            self._engine.frontier.stage(message)
             return sent
         me, world_size = self._transport.rank, self._transport.world_size
         sent = 0
         for peer in self._peers:
             sent += self._send([peer], Kind.SHARE, share_for(message, peer, world_size))
         mine = share_for(message, me, world_size)
-        self._engine.frontier.stage(mine, now())
+        self._engine.frontier.stage(mine)
         self.reducer.add(mine)
         return sent
 
@@ -124,22 +124,6 @@ class Exchange:
         while (received := self._transport.receive(0)) is not None:
             self._take(received)
 
-    def glance(self, step: int, decision: Decision, seconds: float) -> int | None:
-        """Wait for a short time, and take in what arrives; returns the rank that it came from, None without any.
-
-        Raises:
-            RankFailure: A rank failed.
-        """
-        try:
-            received = self._transport.receive(seconds)
-        except RankFailure as failure:
-            raise failure.at(step, self._words(decision)) from None
-        if received is None or received.kind == Kind.STATUS:
-            return None
-        self._take(received)
-        self.poll()
-        return received.peer
-
     def wait(self, step: int, decision: Decision) -> int:
         """Block until something arrives, and take in all of it; returns the rank that it came from.
 
@@ -156,6 +140,7 @@ class Exchange:
             if received is not None and received.kind != Kind.STATUS:
                 self._take(received)
                 self.poll()
+                self._engine.telemetry.timeline.reacted(now() - received.arrival)
                 return received.peer
             reports = {r: self._transport.activity(r) for r in self._peers}
             if not all(report.working for report in reports.values()):
@@ -239,7 +224,7 @@ class Exchange:
                     f"rank {peer} sent step {step} lane {lane} for {section.total} rows of table {table.name} in"
                     f" {section.first_rows.shape[1]} columns; this rank has {table.count} in {width}"
                 )
-        engine.frontier.stage(messages.to_device(message, engine.tables[0].device), received.arrival)
+        engine.frontier.stage(messages.to_device(message, engine.tables[0].device))
 
     def release(self) -> None:
         """After a structural step: take in the messages that arrived too early for it."""

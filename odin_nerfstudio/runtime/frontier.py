@@ -58,6 +58,8 @@ class Frontier:
         start_step: int,
     ) -> None:
         self.plan, self.tables = plan, tables
+        self._patience: dict[type[GatePolicy], Patience] = {}
+        self._whole: bool | None = None
         self.evidence: EvidenceStore | None = None
         """Learns from every complete contribution; None: not of interest."""
         self.use_policy(policy)
@@ -73,16 +75,20 @@ class Frontier:
         """Counts what reducing would save; None: not of interest."""
         self.on_retire: Callable[[int], None] | None = None
         self.row_watch: RowWatch | None = None
-        self.patience = Patience()
-        self.gates: dict[int, float] = {}
-        """When this rank first wanted to start a task of a step (monotonic clock, seconds)."""
         self._steps: dict[int, StepStaging] = {}
 
     def use_policy(self, policy: GatePolicy) -> None:
         """Decide by a policy from now on. Evidence that one policy wanted is kept up to date for later ones too."""
         self.policy = policy
+        self.patience = self._patience.setdefault(type(policy), Patience(self._whole))
         if isinstance(evidence := getattr(policy, "evidence", None), EvidenceStore):
             self.evidence = evidence
+
+    def linger(self, wanted: bool) -> None:
+        """Whether tasks may wait for whole steps where that is cheaper; forgets what was found out about it."""
+        self._whole = None if wanted else False
+        self._patience = {}
+        self.use_policy(self.policy)
 
     # -- staging
 
@@ -101,11 +107,11 @@ class Frontier:
             self._steps[step] = staged
         return staged
 
-    def stage(self, message: Contribution, arrival: float) -> None:
+    def stage(self, message: Contribution) -> None:
         """Stage a message of a task, this rank's or another's."""
         staged = self.staging(message.step)
         before = staged.staged_rows()
-        staged.accept(message, arrival)
+        staged.accept(message)
         self.staged_rows += staged.staged_rows() - before
         if self.row_watch is not None and self.row_watch.active and message.has_first:
             rank = self.plan.rank(message.step, message.lane) if message.lane >= 0 else -1 - message.lane
@@ -166,14 +172,13 @@ class Frontier:
                 begin, in_parts = self.telemetry.now(), staged.started
                 if not in_parts:
                     self.publisher.whole(staged)
-                    self.telemetry.timeline.whole(self.telemetry.now() - begin)
                 else:
                     self.track(staged)
                     self.publisher.some(staged, 0)
                     self.publisher.finish(staged)
-                took = self.telemetry.now() - begin
-                self.patience.published(took + (staged.spent if in_parts else 0.0), in_parts)
                 self.publisher.statistics(staged)
+                if not in_parts:
+                    self.telemetry.timeline.whole(self.telemetry.now() - begin)
             self._retire(staged)
 
     def publish_some(self, step: int) -> None:
@@ -187,12 +192,10 @@ class Frontier:
             staged = self.staging(number)
             changed = changed or staged.changed  # a row of a step can go where it has gone in the step before
             if changed:
-                begin = self.telemetry.now()
                 with self.telemetry.timed(step, "publish"):
                     self.track(staged)
                     self.publisher.some(staged, number - self.low)
                 staged.changed = False
-                staged.spent += self.telemetry.now() - begin
 
     def _retire(self, staged: StepStaging) -> None:
         step = staged.step
@@ -204,8 +207,6 @@ class Frontier:
         self.low = step + 1
         if self.low in self._steps:
             self._steps[self.low].changed = True  # its rows could not go further than the retired step so far
-        gate = self.gates.pop(step + 1, None)  # none: it was not awaited
-        self.patience.arrived(0.0 if gate is None else max(0.0, staged.completed_at - gate))
         record = self.telemetry.finish(step)
         if record is not None and self.on_step is not None:
             self.on_step(record)

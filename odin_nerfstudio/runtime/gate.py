@@ -18,7 +18,7 @@ from odin_nerfstudio.runtime.store import RowTable
 
 RAW, BARRIER, LOOKAHEAD, STRUCTURAL, DRAIN, LINGER = "raw", "barrier", "lookahead", "structural", "drain", "linger"
 """What a wait is for: a hazard, the barrier mode, the bound on look-ahead, a structural step, any other drain, or the
-rest of a step that is about to arrive (`patience`)."""
+whole of a step where that is cheaper (`patience`)."""
 
 
 @dataclass(frozen=True)

@@ -1,57 +1,88 @@
-"""Whether a task waits a little for the whole of the steps before it, instead of having them published in parts.
+"""Whether tasks wait for the whole of the steps before them, instead of having these published in parts.
 
-Publishing a step in parts lets tasks start early, but costs more than publishing it whole: candidate sets of the tasks
-that are still to contribute, messages in two pieces, more passes over the primitives. Where the rest of a step
-usually arrives sooner than that takes, parts do not pay. Both are measured while training, as running means, and the
-ranks decide each for itself: the bits are the same either way.
+Publishing in parts lets tasks start early, but costs more: candidate sets of the tasks that are still to contribute,
+messages in two pieces, more passes over the primitives. Where ranks hardly wait, that is more than it brings. Which of
+the two is cheaper depends on scene, link and machine and changes while training, so it is tried: now and then all ranks
+run `BLOCK` steps in parts and the next `BLOCK` whole, and each compares the times of these steps. In between each does
+what was faster. Since a step takes about equally long on all ranks, they mostly agree; they need not, since the bits
+are the same either way.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+BLOCK = 16
+"""Steps that are compared with as many."""
+_SETTLE = 2
+"""First steps of a block, which still profit from the block before or pay for it, and do not count."""
+_FIRST, _GAP = 128, 64
+"""Blocks: pairs start at 0, 4, 12, 28, 60 and 124, `_FIRST` / 2**k - 4, then `_GAP` apart."""
+_WEIGHT = 0.3
+"""Of a new comparison in the running mean."""
 
-_RATE = 0.1
-"""Weight of a new measurement in a running mean."""
 
-
-@dataclass
 class Patience:
-    """Running means of what publishing takes and of how long the rest of a step takes to arrive. Seconds."""
+    """What one rank has found out in one mode. Seconds; steps are counted from the first that is begun."""
 
-    wanted: bool = True
-    """Whether to wait at all."""
-    whole: float | None = None
-    """Publishing a step whole."""
-    parts: float | None = None
-    """Publishing a step in parts, with what the gates of its readers take for it."""
-    rest: float = 0.0
-    """From a task's gate to the arrival of the last contribution to the steps before."""
+    def __init__(self, whole: bool | None = None) -> None:
+        """
+        Args:
+            whole: Always wait for whole steps, or never. None: as it turns out.
+        """
+        self._whole = whole
+        self.price: float | None = None
+        """What a step takes longer in parts than whole, a running mean; None: not known yet."""
+        self._count = -1
+        self._step = -1
+        self._starts: list[float] = []
+        """Of the steps of the current block that count, and of the step after them."""
+        self._in_parts = 0.0
+        self._compared = 0
 
-    def published(self, seconds: float, in_parts: bool) -> None:
-        """A step was published."""
-        if in_parts:
-            self.parts = _mean(self.parts, seconds)
-        else:
-            self.whole = _mean(self.whole, seconds)
+    def begin(self, step: int, time: float) -> None:
+        """A task of this rank is about to wait for its gate. Counts once a step; time: on any clock."""
+        if step == self._step:
+            return
+        self._step = step
+        self._count += 1
+        block, at = divmod(self._count, BLOCK)
+        self._starts.append(time)
+        if at == 0:
+            self._close(block - 1)
+        if at <= _SETTLE:
+            self._starts = [time]
 
-    def arrived(self, seconds: float) -> None:
-        """The rest of the steps before a task came that long after its gate; 0: it had come before."""
-        self.rest = _mean(self.rest, seconds)
+    def waits(self, ahead: int = 0) -> bool:
+        """Whether tasks wait for whole steps, in the current step or some steps ahead."""
+        if self._whole is not None:
+            return self._whole
+        place = _place(max(0, self._count + ahead) // BLOCK)
+        if place is not None:
+            return place == 1
+        return self.price is not None and self.price > 0
 
-    @property
-    def price(self) -> float:
-        """What publishing in parts takes more; nothing as long as it is not known."""
-        if self.parts is None:
-            return 0.0
-        whole = 0.5 * self.parts if self.whole is None else self.whole
-        return max(0.0, self.parts - whole)
+    def _close(self, block: int) -> None:
+        """A block is over."""
+        place = _place(block) if block >= 0 else None
+        if place is None:
+            return
+        took = sorted(later - one for one, later in zip(self._starts, self._starts[1:]))
+        mean = sum(took[:-1]) / (len(took) - 1)  # one step may have met a pause
+        if place == 0:
+            self._in_parts = mean
+            return
+        self._compared += 1
+        found = self._in_parts - mean
+        weight = max(_WEIGHT, 1 / max(1, self._compared - 1))  # the first one had cold caches
+        self.price = found if self.price is None else self.price + weight * (found - self.price)
 
-    @property
-    def budget(self) -> float:
-        """How long to wait for the rest of the steps before, then to go on in parts: the price, or not at all where the
-        rest usually takes longer than half of it. So a wrong guess costs no more than the price once more."""
-        return self.price if self.wanted and self.rest < 0.5 * self.price else 0.0
 
-
-def _mean(mean: float | None, value: float) -> float:
-    return value if mean is None else mean + _RATE * (value - mean)
+def _place(block: int) -> int | None:
+    """0: a block in parts that is compared; 1: the whole one after it; None: another block."""
+    for place in (0, 1):
+        start = block - place + 4
+        if 4 <= start <= _FIRST:
+            if start & (start - 1) == 0:
+                return place
+        elif start > _FIRST and (start - _FIRST) % _GAP == 0:
+            return place
+    return None

@@ -157,13 +157,12 @@ class ReducedStaging(StepStaging):
         for pending, settled in zip(self.pending, self._settled):
             pending.masked_fill_(settled != 0, 0)
 
-    def accept(self, message: Contribution, arrival: float) -> None:
+    def accept(self, message: Contribution) -> None:
         if message.lane < 0:
             self._accept_sums(message)
         else:
             self._accept_lane(message)
         self.changed = True
-        self.completed_at = max(self.completed_at, arrival)
 
     def _accept_lane(self, message: Contribution) -> None:
         number = message.lane

@@ -60,10 +60,6 @@ class StepStaging:
         """Some rows of the step have been published already."""
         self.changed = True
         """Something arrived since rows were last looked through."""
-        self.spent = 0.0
-        """Time that publishing the step in parts has taken so far, with its part of gates and messages. [s]"""
-        self.completed_at = 0.0
-        """Time of the last arrival (monotonic clock, seconds)."""
         self._tables = tables
         for lane, view in zip(self.lanes, self.views):
             if view < 0:
@@ -102,7 +98,7 @@ class StepStaging:
                 for pending, rest in zip(self.pending, lane.rest):
                     rows.add_counts(pending, rest, 1)
 
-    def accept(self, message: Contribution, arrival: float) -> None:
+    def accept(self, message: Contribution) -> None:
         """Stage a message of a lane, and stop counting the lane as pending on rows that are settled by it.
 
         Raises:
@@ -126,7 +122,6 @@ class StepStaging:
             lane.statistics = message.statistics
             lane.phase = Phase.COMPLETE
         self.changed = True
-        self.completed_at = max(self.completed_at, arrival)
 
     def _accept_ids(self, lane: LaneStaging, number: int, message: Contribution) -> None:
         for k, (table, section) in enumerate(zip(self._tables, message.tables)):

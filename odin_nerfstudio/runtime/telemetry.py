@@ -51,9 +51,10 @@ class Timeline:
 
     Work is split into what a synchronized run could do before the step before is complete (``before``), what it could
     not (``after``) and its publication; time that only finer gates cost (``gating``) and pauses are left out.
+    ``reaction`` is what passed between an arrival and the end of the wait for it, 0 without one.
     """
 
-    TASK_COLUMNS = ("step", "lane", "before", "after", "publication", "wait", "paused", "end")
+    TASK_COLUMNS = ("step", "lane", "before", "after", "publication", "wait", "paused", "reaction", "end")
     ARRIVAL_COLUMNS = ("step", "lane", "time")
     LIMIT = 100_000
     """Tasks that are kept; of longer runs, the latest."""
@@ -65,7 +66,9 @@ class Timeline:
         """Per contribution of a peer: `ARRIVAL_COLUMNS`; the last is the arrival of its last part (monotonic)."""
         self._mark: float | None = None
         self._spent: dict[str, float] = dict.fromkeys(("after", "gating", "paused", "publish", "wait"), 0.0)
+        self._reaction = 0.0
         self._whole: deque[float] = deque(maxlen=15)
+        self._of_whole = 0.0
         self._published: deque[float] = deque(maxlen=15)
 
     def begin(self, time: float) -> None:
@@ -84,6 +87,11 @@ class Timeline:
     def whole(self, seconds: float) -> None:
         """A step was published in one go, as a synchronized run does with all of them."""
         self._whole.append(seconds)
+        self._of_whole += seconds
+
+    def reacted(self, seconds: float) -> None:
+        """A wait ended so long after the arrival that ended it."""
+        self._reaction = max(0.0, seconds)
 
     def task(self, step: int, lane: int, end: float) -> None:
         """A task has contributed."""
@@ -92,12 +100,14 @@ class Timeline:
         before = end - mark - sum(spent.values())
         if not self.tasks or self.tasks[-len(self.TASK_COLUMNS)] != step:
             self._published.append(spent["publish"])
-        publish = sum(self._published) / len(self._published)
-        if len(self._whole) > 2:  # finer gates publish a step in parts, which takes longer
-            publish = min(publish, sorted(self._whole)[len(self._whole) // 2])
-        wait, paused = spent["wait"], spent["paused"]
-        self.tasks.extend((step, lane, max(0.0, before), spent["after"], publish, wait, paused, end))
-        self._mark = end
+        publish = spent["publish"]
+        if publish - self._of_whole > 0.1 * publish:  # finer gates publish a step in parts, which takes longer
+            publish = sum(self._published) / len(self._published)
+            if len(self._whole) > 2:
+                publish = min(publish, sum(self._whole) / len(self._whole))
+        wait, paused, reaction = spent["wait"], spent["paused"], self._reaction
+        self.tasks.extend((step, lane, max(0.0, before), spent["after"], publish, wait, paused, reaction, end))
+        self._mark, self._of_whole, self._reaction = end, 0.0, 0.0
         for what in spent:
             spent[what] = 0.0
         width = len(self.TASK_COLUMNS)

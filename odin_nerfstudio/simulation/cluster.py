@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -48,6 +48,7 @@ class Setup:
         reduce: Rows are summed by their owners; "auto" decides as the runtime does: by bytes, from 3 ranks on, not in
             throughput mode.
         linger: Ranks wait for whole steps where that is cheaper (`runtime.patience`).
+        turn_lanes: Every lane goes on to the next rank once an epoch.
     """
 
     ranks: int = 8
@@ -62,6 +63,7 @@ class Setup:
     structural_every: int | None = None
     reduce: Literal["auto", "always", "never"] = "auto"
     linger: bool = True
+    turn_lanes: bool = False
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.lanes < self.ranks:
@@ -158,6 +160,7 @@ def plan_of(scene: Scene, setup: Setup, order: Order) -> Plan:
     return make_plan(
         scene.rlg, ranks=setup.ranks, views_per_step=setup.lanes, order=order, seed=setup.seed,
         steps=setup.steps(scene.views), max_delay=setup.limits.max_delay,
+        turn_every=max(1, scene.views // setup.lanes) if setup.turn_lanes else 0,
     )  # fmt: skip
 
 
@@ -179,7 +182,8 @@ def simulate(
         mode: Of synchronization.
         order: Name of the plan's order, for the outcome.
         seconds: Compute time of a task; None: that of its view, times what the setup and the recording make vary.
-        patience: What each rank has learnt of waiting for whole steps; it goes on learning there. None: nothing yet.
+        patience: What each rank has found out about waiting for whole steps, in this mode; it goes on there. None:
+            nothing yet.
 
     Raises:
         ValueError: The mode is unknown, or the plan does not fit the job.
@@ -269,10 +273,21 @@ def _reduces(scene: Scene, plan: TaskPlan, setup: Setup, steps: int) -> bool:
 def compare(
     scene: Scene, setup: Setup, modes: Sequence[Mode] = MODES, orders: Sequence[Order] = ("rlg", "random")
 ) -> list[Outcome]:
-    """Every mode in every order; barrier, to which the others are compared, is always among them and first."""
+    """Every mode in every order; barrier, to which the others are compared, is always among them and first.
+
+    Where ranks may wait for whole steps (`Setup.linger`), a mode is what it comes to in a long run: steps are published
+    in parts, or all whole if that is faster.
+    """
     wanted: list[Mode] = ["barrier", *(m for m in modes if m != "barrier")]
     outcomes = []
     for order in orders:
         plan = plan_of(scene, setup, order)
-        outcomes += [simulate(scene, plan, setup, mode, order) for mode in wanted]
+        barrier = simulate(scene, plan, setup, "barrier", order)
+        outcomes.append(barrier)
+        for mode in wanted[1:]:
+            found = simulate(scene, plan, replace(setup, linger=False), mode, order)
+            if setup.linger and found.seconds > barrier.seconds:
+                whole = [Patience(whole=True) for _ in range(setup.ranks)]
+                found = min(found, simulate(scene, plan, setup, mode, order, patience=whole), key=lambda o: o.seconds)
+            outcomes.append(found)
     return outcomes

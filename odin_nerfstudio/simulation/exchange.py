@@ -28,7 +28,6 @@ class Arrival:
 
     peer: int
     message: Contribution | int
-    time: float
 
 
 class SimulatedExchange:
@@ -65,7 +64,7 @@ class SimulatedExchange:
         """A message has arrived."""
         if isinstance(message, Contribution) and message.share:
             self._reducer.add(message)  # in the receiving thread, as in `runtime.exchange`
-        self._inbox.append(Arrival(peer, message, self._clock.now))
+        self._inbox.append(Arrival(peer, message))
         self._clock.wake(self.number)
 
     def poll(self) -> int:
@@ -77,7 +76,7 @@ class SimulatedExchange:
             if isinstance(arrival.message, int):
                 self._frontier.staging(arrival.message).settle(peer)
             else:
-                self._frontier.stage(arrival.message, arrival.time)
+                self._frontier.stage(arrival.message)
         return peer
 
     def contribute(self, task: Task, first: Tensor | None) -> None:
@@ -103,7 +102,7 @@ class SimulatedExchange:
             )
             self._send(self._peers, _HEADER + ids_bytes + front_bytes, one)
             self._send(self._peers, _HEADER + rest_bytes + statistics, two)
-        self._frontier.stage(whole, self._clock.now)
+        self._frontier.stage(whole)
 
     def _contribute_shares(self, whole: Contribution, counts: np.ndarray, statistics: float) -> None:
         ids = whole.tables[0].ids
@@ -113,14 +112,14 @@ class SimulatedExchange:
             share = share_for(whole, peer, self._ranks)
             self._send([peer], _HEADER + 4.0 * counts.sum() + rows + statistics, share)
         mine = share_for(whole, self.number, self._ranks)
-        self._frontier.stage(mine, self._clock.now)
+        self._frontier.stage(mine)
         self._reducer.add(mine)
 
     def _send_sums(self, sums: Contribution) -> None:
         # of a block, all primitives count: how many of them some view touched is not recorded
         primitives = float(self._scene.row_sizes[sums.tables[0].ids.numpy()].sum())
         self._send(self._peers, _HEADER + primitives * (4.0 + 4.0 * self._scene.columns), sums)
-        self._inbox.append(Arrival(self.number, sums, self._clock.now))
+        self._inbox.append(Arrival(self.number, sums))
         self._clock.wake(self.number)
 
     def send_progress(self, step: int) -> None:

@@ -20,7 +20,7 @@ from odin_nerfstudio.runtime.shadow import Task
 from odin_nerfstudio.runtime.staging import StepStaging
 from odin_nerfstudio.runtime.store import RowTable
 from odin_nerfstudio.runtime.telemetry import Telemetry
-from odin_nerfstudio.simulation.clock import Clock, Nap, Process
+from odin_nerfstudio.simulation.clock import Clock, Process
 from odin_nerfstudio.simulation.exchange import SimulatedExchange
 from odin_nerfstudio.simulation.fabric import FabricNetwork
 from odin_nerfstudio.simulation.network import Network
@@ -119,7 +119,7 @@ class SimulatedRank:
         tables = [self.table]
         self.frontier = Frontier(job.plan, tables, policy, publisher, self.telemetry, number, job.ranks, 0)
         self.frontier.reduced = job.reduced
-        self.frontier.patience.wanted = job.linger
+        self.frontier.linger(job.linger)
         self.exchange = SimulatedExchange(number, job.ranks, job.scene, self.frontier, clock, network)
         self.ended = 0.0
         """When the last step was published. [s]"""
@@ -166,18 +166,15 @@ class SimulatedRank:
 
     def _acquire(self, task: Task) -> Process:
         job, frontier, step, meter = self.job, self.frontier, task.step, self._meter
-        if frontier.low < step:
-            frontier.gates.setdefault(step, self._clock.now)
+        frontier.patience.begin(step, self._clock.now)
         self.exchange.poll()
         frontier.publish_ready(step)
-        if self.policy.partial:
-            yield from self._linger(step)
         mask = self.table.arrays["mask"]
         self.table.reads.mark(step, task.view, self.table.versions, self.policy.least_lag, mask)
         ids = [rows.ids_of_mask(mask)]
-        record, reads = self.telemetry.record(step), meter.total
-        published = record.publish
         gate = Gate(step, task.view, ids, [self.table], frontier.outstanding, frontier.track, job.lookahead)
+        if self.policy.partial:
+            yield from self._linger(step)
         while not (decision := self.policy.decide(gate)).open:
             if self.policy.partial:
                 frontier.publish_some(step)
@@ -185,8 +182,6 @@ class SimulatedRank:
             frontier.publish_ready(step)
         if self.policy.partial and frontier.low < step:
             frontier.publish_some(step)
-        if frontier.low < step:
-            frontier.staging(step - 1).spent += meter.total - reads - (record.publish - published)
         if getattr(decision, "delayed", None) is not None:
             self.delayed += 1
         elif self.policy.partial:
@@ -199,27 +194,23 @@ class SimulatedRank:
         alone = self.job.ranks == 1 or not self.policy.partial or self.frontier.reduced
         if alone or self.job.is_structural(step) or step + 1 >= self.job.steps:
             return None
-        if self.frontier.patience.budget:
+        if self.frontier.patience.waits(1):
             return None
-        before = self._meter.total
-        first = self.frontier.read_by_others(step + 1)[0]
-        self.frontier.staging(step).spent += self._meter.total - before
-        return first
+        return self.frontier.read_by_others(step + 1)[0]
 
     def _linger(self, step: int) -> Process:
-        """As `Drains._linger`: wait a little for the rest of the steps before."""
+        """As `Drains._linger`: wait for the rest of the steps before."""
         frontier = self.frontier
-        end = self.telemetry.now() + frontier.patience.budget
-        while frontier.low < step and (left := end - self.telemetry.now()) > 0:
-            yield from self._await(step, Decision(LINGER, frontier.missing()), left)
+        while frontier.low < step and frontier.patience.waits():
+            yield from self._await(step, Decision(LINGER, frontier.missing()))
             frontier.publish_ready(step)
 
-    def _await(self, step: int, decision: Decision, seconds: float | None = None) -> Process:
-        """Finish what there is to do, then sleep until something has arrived, or for some seconds, and take in all."""
+    def _await(self, step: int, decision: Decision) -> Process:
+        """Finish what there is to do, then sleep until something has arrived, and take in all."""
         yield self._meter.take()
         begin = self._clock.now
         if not self.exchange.waiting:
-            yield None if seconds is None else Nap(seconds)
+            yield None
         peer = self.exchange.poll()
         record = self.telemetry.record(step)
         key = (decision.hazard or BARRIER, peer)

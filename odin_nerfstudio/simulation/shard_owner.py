@@ -128,14 +128,14 @@ class SimulatedOwner(Owner):
         self._note_memory()
         return SplatPacket(staged.step, number, ids[places], _NOTHING)
 
-    def gradients(self, step: int, number: int, arrival: float) -> None:
+    def gradients(self, step: int, number: int) -> None:
         """Take a lane's gradients back to the rows that it saw, and stage them."""
         shadow, seen = self._kept.pop((step, number))
         staged = self._steps[step]
         count = self._rows_of(staged, number)
         self._spend(self._stages.back.seconds(count))
         ids = shadow.ids[seen.rows]
-        staged.returned(number, ids, torch.empty((ids.shape[0], 0)), None, arrival)
+        staged.returned(number, ids, torch.empty((ids.shape[0], 0)), None)
         self.staged_rows += int(ids.shape[0])
         self._copied -= count
         self._note_memory()

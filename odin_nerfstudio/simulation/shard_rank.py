@@ -81,7 +81,7 @@ class ShardRank:
             job.plan, shard, self.table, job.stages, policy, VersionPublisher(shard, self.table, self._meter),
             VirtualTelemetry(number, self._meter, clock), self._meter, job.lookahead, self._limit, self._ship,
         )  # fmt: skip
-        self._inbox: deque[tuple[int, Packet, float]] = deque()
+        self._inbox: deque[tuple[int, Packet]] = deque()
         self._splats: dict[tuple[int, int], set[int]] = {}
         self._released = 0
         self._hazard = RAW if policy.partial else BARRIER
@@ -95,7 +95,7 @@ class ShardRank:
 
     def deliver(self, source: int, packet: Packet) -> None:
         """A message has arrived."""
-        self._inbox.append((source, packet, self._clock.now))
+        self._inbox.append((source, packet))
         self._clock.wake(self.number)
 
     def _send(self, rank: int, size: float, packet: Packet) -> None:
@@ -116,10 +116,10 @@ class ShardRank:
 
     def _take(self) -> None:
         """Take in the oldest message."""
-        source, packet, arrival = self._inbox.popleft()
+        source, packet = self._inbox.popleft()
         self.packets_in += 1
         if packet.back:
-            self.owner.gradients(packet.step, packet.lane, arrival)
+            self.owner.gradients(packet.step, packet.lane)
         else:
             self._splats.setdefault((packet.step, packet.lane), set()).add(source)
 
@@ -182,7 +182,7 @@ class ShardRank:
             size = _HEADER + visible[rank] / 8 + active[rank] * (GRADIENT_BYTES + norms)
             self._send(rank, float(size), Packet(task.step, task.lane, back=True))
         if self.number in seen:
-            self.owner.gradients(task.step, task.lane, self._clock.now)
+            self.owner.gradients(task.step, task.lane)
         yield from self._work(self._meter.take())
 
     def _serve(self) -> Process:

@@ -57,6 +57,8 @@ class SimulateCommand:
     """Steps between structural steps, 0 for none. Default: as recorded."""
     reduce: Literal["auto", "always", "never"] = "auto"
     """Sum rows at their owners; auto decides as the runtime does."""
+    turn_lanes: bool = False
+    """See --pipeline.odin.turn-lanes."""
     linger: bool = True
     """Let ranks wait for whole steps where that is cheaper, as in training."""
     seed: int = 0
@@ -94,6 +96,7 @@ class SimulateCommand:
                 seed=self.seed, skew=self.skew, lookahead=self.lookahead,
                 limits=DelayLimits(self.max_delay, self.max_overlap, self.max_impact),
                 structural_every=self.structural_every, reduce=self.reduce, linger=self.linger,
+                turn_lanes=self.turn_lanes,
             )  # fmt: skip
             if sharded is None:
                 outcomes = compare(scene, setup, self.mode, self.order)

@@ -12,7 +12,6 @@ from odin_nerfstudio.runtime.exchange import EXCHANGE, Exchange
 from odin_nerfstudio.runtime.messages import FRAME_WORDS
 from odin_nerfstudio.runtime.sharded import packets
 from odin_nerfstudio.runtime.sharded.packets import GradientPacket, SplatPacket
-from odin_nerfstudio.runtime.telemetry import now
 from odin_nerfstudio.runtime.transport import Kind, Received, bytes_message
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ class ShardExchange(Exchange):
     def send_gradients(self, rank: int, packet: GradientPacket) -> int:
         """Hand gradients back to an owner of splats; returns the bytes sent."""
         if rank == self._transport.rank:
-            self._sharded.owner.returned(packet, now())
+            self._sharded.owner.returned(packet)
             return 0
         words = packets.encode_gradients(packet)
         self._transport.send([rank], Kind.SPLAT_GRADIENTS, words)
@@ -85,7 +84,7 @@ class ShardExchange(Exchange):
         elif received.kind == Kind.SPLAT_GRADIENTS:
             gradients = packets.decode_gradients(received.words)
             self._sharded.telemetry.record(gradients.step).received += 4 * received.size
-            self._sharded.owner.returned(gradients, received.arrival)
+            self._sharded.owner.returned(gradients)
         elif received.kind == Kind.CONTRIBUTION and self._sharded.views is not None:
             self._sharded.views.take_contribution(received)
             self._sharded.owner.changed = True

@@ -220,7 +220,7 @@ class Owner:
         if packet is None:
             packet = SplatPacket(step, number, self.ids[:0], torch.empty((0, 0)))
             staged.shipped(number, self.ids[:0])
-            staged.returned(number, self.ids[:0], torch.empty((0, 0)), staged.empty_statistics(), now())
+            staged.returned(number, self.ids[:0], torch.empty((0, 0)), staged.empty_statistics())
             self.changed = True
         else:
             shadow, projection = self._kept[(step, number)]
@@ -229,7 +229,7 @@ class Owner:
 
     # -- gradients
 
-    def returned(self, packet: GradientPacket, arrival: float) -> None:
+    def returned(self, packet: GradientPacket) -> None:
         """Take a lane's gradients of this owner's splats back to its rows, and stage them.
 
         Raises:
@@ -259,7 +259,7 @@ class Owner:
                 f"step {step}: view {staged.views[number]} gave gradients of primitives that are not finite, though"
                 " those of their splats are. Look at the view's camera and at degenerate primitives near it"
             )
-        staged.returned(number, ids, values, statistics, arrival)
+        staged.returned(number, ids, values, statistics)
         self._pool.give_back(shadow)
         self.staged_rows += int(ids.shape[0])
         record = self.telemetry.record(step)

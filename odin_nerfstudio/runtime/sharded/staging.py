@@ -35,7 +35,7 @@ class OwnerStaging(StepStaging):
         lane.phase = Phase.IDS
         self.changed = True
 
-    def returned(self, number: int, ids: Tensor, values: Tensor, statistics: Triple | None, arrival: float) -> None:
+    def returned(self, number: int, ids: Tensor, values: Tensor, statistics: Triple | None) -> None:
         """Stage what came back for a lane. ids [m] int32 among those shipped, values [m, C].
 
         Raises:
@@ -52,7 +52,6 @@ class OwnerStaging(StepStaging):
         lane.statistics = statistics
         lane.phase = Phase.COMPLETE
         self.changed = True
-        self.completed_at = max(self.completed_at, arrival)
 
     def empty_statistics(self) -> Triple:
         """Statistics of a lane that sees none of these rows."""

@@ -23,7 +23,6 @@ from odin_nerfstudio.runtime.publication import Publisher
 from odin_nerfstudio.runtime.shadow import Shadow, ShadowPool, TableShadow, Task
 from odin_nerfstudio.runtime.staging import StepStaging
 from odin_nerfstudio.runtime.store import RowTable
-from odin_nerfstudio.runtime.telemetry import now
 from odin_nerfstudio.runtime.transport import Kind, Received, Transport, empty_message
 
 PoseBackward = Callable[[Task, Tensor, Mapping[str, TableShadow]], None]
@@ -146,7 +145,7 @@ class ViewRows:
         self._stage(message)
 
     def _stage(self, message: Contribution) -> None:
-        self._staging(message.step).accept(message, now())
+        self._staging(message.step).accept(message)
 
     # -- publication
 

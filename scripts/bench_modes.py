@@ -4,7 +4,8 @@
 
 Every training is real processes on this machine. ``quality`` is left out: it ends with the bits of ``barrier``
 (tests). ``throughput:0.1:1`` is throughput mode with other bounds, on the overlap and on the delay. ``reckless`` is
-throughput mode with every bound but the delay lifted: it shows whether the measure can tell.
+throughput mode with every bound but the delay lifted: it shows whether the measure can tell. Ranks never wait for whole
+steps where that would be faster (`runtime/patience.py`), so that as many reads are late as the mode admits.
 Differences are taken at equal seed and ranks; barrier's spread over seeds stands beside them. With several ranks on
 fewer cores, ranks are slowed by each other at random, so more reads are late than on a quiet machine.
 """
@@ -65,19 +66,23 @@ def settings_of(mode: str) -> dict[str, Any]:
     return settings
 
 
-def train(scene: Path, ranks: int, seed: int, mode: str, options: Options) -> dict[str, Any]:
-    """One training: its row of figures."""
+def train(scene: Path, ranks: int, seed: int, modes: list[str], options: Options) -> list[dict[str, Any]]:
+    """A training in each of the modes, one after the other in the same processes: their rows of figures."""
     job = {
         **{"scene": str(scene.resolve()), "downscales": options.downscales, "order": options.order, "seed": seed},
-        **{"views": options.views, "skew_ms": options.skew_ms, "odin": settings_of(mode)},
+        **{"views": options.views, "skew_ms": options.skew_ms},
+        "runs": [{"odin": settings_of(mode) | {"linger": False}} for mode in modes],
     }
     with tempfile.TemporaryDirectory() as folder:
-        found = run_ranks(job, Path(folder), [[]] * ranks, worker="train_worker.py")
-    first = found[0]
-    late = sum(one.get("delayed_tasks", 0.0) for one in found) / sum(one["tasks"] for one in found)
-    row: dict[str, Any] = {"scene": scene.name, "ranks": ranks, "seed": seed, "mode": mode, "views": options.views}
-    row |= {name: first[name] for name in ("psnr", "ssim", "lpips", "gaussians") if name in first}
-    return row | {"delayed_share": late, "views_per_second": options.views / first["seconds"]}
+        by_rank = run_ranks(job, Path(folder), [[]] * ranks, worker="train_worker.py")
+    rows = []
+    for mode, *found in zip(modes, *by_rank):
+        first = found[0]
+        late = sum(one.get("delayed_tasks", 0.0) for one in found) / sum(one["tasks"] for one in found)
+        row: dict[str, Any] = {"scene": scene.name, "ranks": ranks, "seed": seed, "mode": mode, "views": options.views}
+        row |= {name: first[name] for name in ("psnr", "ssim", "lpips", "gaussians") if name in first}
+        rows.append(row | {"delayed_share": late, "views_per_second": options.views / first["seconds"]})
+    return rows
 
 
 def table(rows: list[dict[str, Any]], command: str) -> str:
@@ -117,13 +122,14 @@ def main() -> None:
     for seed in options.seeds:
         for scene in options.folders:
             for ranks in options.ranks:
-                for mode in options.modes:
-                    if (scene.name, ranks, seed, mode) in have:
-                        continue
-                    rows.append(train(scene, ranks, seed, mode, options))
-                    print(json.dumps(rows[-1]), flush=True)
-                    if options.json:
-                        options.json.write_text(json.dumps(rows, indent=1))
+                missing = [mode for mode in options.modes if (scene.name, ranks, seed, mode) not in have]
+                if not missing:
+                    continue
+                for row in train(scene, ranks, seed, missing, options):
+                    rows.append(row)
+                    print(json.dumps(row), flush=True)
+                if options.json:
+                    options.json.write_text(json.dumps(rows, indent=1))
     names = " ".join(scene.name for scene in options.folders)
     seeds, ranks = (" ".join(map(str, values)) for values in (options.seeds, options.ranks))
     extra = f" --skew-ms {options.skew_ms:g}" if options.skew_ms else ""

@@ -52,6 +52,8 @@ class Options:
     """Views rendered in a training."""
     longest: int = 400
     """Images are halved until no side is longer. [pixels]"""
+    model: dict[str, float] = field(default_factory=dict)
+    """Options of the model beside the schedule, such as noise_lr 0, for methods other than the first."""
     renders: Path | None = None
     """Write the first held-out view beside its image into this folder, for each training."""
     note: str = ""

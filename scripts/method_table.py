@@ -71,9 +71,10 @@ def train(
         options.renders.mkdir(parents=True, exist_ok=True)
         for run, mode in zip(runs, modes):
             run["render"] = str(options.renders.resolve() / f"{scene.name}-{method}-{mode}.png")
+    changes = options.model if method != options.methods[0] else {}
     job: dict[str, Any] = {
         **{"scene": str(scene.resolve()), "scale": 0.5 ** downscale(scene, options.longest), "downscales": 0},
-        **{"method": method, "model": schedule(method, options.views, reference), "runs": runs},
+        **{"method": method, "model": schedule(method, options.views, reference) | changes, "runs": runs},
         **{"views": options.views, "order": "rlg", "seed": options.seeds[0], "skew_ms": 0.0, "short": True},
     }
     with tempfile.TemporaryDirectory() as folder:

@@ -21,6 +21,7 @@ STEPS = 40
 USUAL: dict[str, Any] = {
     "check": True,
     "pipeline__odin__mode": "throughput",
+    "pipeline__odin__linger": False,  # as many late reads as there may be
     "pipeline__odin__views_per_step": 4,
     "pipeline__odin__debug": True,
     "pipeline__odin__max_overlap": 0.8,

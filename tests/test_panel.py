@@ -94,7 +94,8 @@ def test_text_of_the_tab() -> None:
     assert "hidden" not in panel_text.figures([rates], None, "quality", 2, estimates=False)
     assert "conflicts" not in panel_text.figures([rates], None, "quality", 1)  # one rank has none to conflict with
     head = panel_text.header(Position("quality", 7, 100, 1, 14, 57, 2, "rlg"))
-    assert "epoch 1, view 14 of 57" in head and "step 7 of 100" in head
+    assert "epoch 1, view 14 of 57" in head and "step 7 of 100" in head and "whole steps" not in head
+    assert "waits for whole steps" in panel_text.header(Position("quality", 7, 100, 1, 14, 57, 2, "rlg", lingers=True))
     for text in (table, head, panel_text.legend(2)):  # viser takes it for MDX: one line, balanced braces
         assert "\n" not in text and text.count("{") == text.count("}") == text.count("{{") * 2
 
@@ -124,6 +125,7 @@ def test_other_methods_modes_and_placements_in_a_browser(tmp_path: Path) -> None
     assert CHROMIUM is not None
     scene = sample_scene(tmp_path, "city", views=12, size="64x48", points=400)
     late = ("--pipeline.odin.mode", "throughput", "--pipeline.odin.max-overlap", 1e9, "--pipeline.odin.max-impact", 1e9)
+    late = (*late, "--pipeline.odin.linger", "False")
     surfels = small_training(scene, tmp_path / "2dgs", "odin-2dgs", "--max-num-iterations", 100_000, *late)
     spread = ("--max-num-iterations", 60, "--pipeline.odin.placement", "sharded")
     sharded = small_training(scene, tmp_path / "sharded", "odin-splatfacto", *spread)

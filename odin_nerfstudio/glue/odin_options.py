@@ -37,6 +37,9 @@ class OdinOptions:
     lookahead: int = 2
     """How many steps a device may be ahead of the oldest step that is not complete. More hides more, and takes more
     memory for contributions that wait."""
+    linger: bool = True
+    """Modes quality and throughput: wait like mode barrier where that turns out to be faster, which is tried for some
+    steps now and then. Otherwise never."""
     max_delay: int = 2
     """How many steps late a primitive may be read in mode throughput, at most lookahead; 0: never late. In every mode
     the plan keeps conflicts low between a view and those of other devices in the last max_delay + 1 steps."""
@@ -77,5 +80,10 @@ class OdinOptions:
     def engine_options(self, seed: int) -> EngineOptions:
         """What an engine is told, whatever the placement."""
         return EngineOptions(
-            lookahead=self.lookahead, seed=seed, stall=self.stall, debug=self.debug, trace=self.trace is not None
+            lookahead=self.lookahead,
+            linger=self.linger,
+            seed=seed,
+            stall=self.stall,
+            debug=self.debug,
+            trace=self.trace is not None,
         )

@@ -140,5 +140,6 @@ class OdinPanel:
                 views=plan.views,
                 lanes=plan.views_per_step,
                 order=plan.order,
+                lingers=getattr(self._runner.engine, "lingers", False),  # owners of shards never do
             )
         )

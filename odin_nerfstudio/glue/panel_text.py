@@ -29,6 +29,8 @@ class Position:
     views: int
     lanes: int
     order: str
+    lingers: bool = False
+    """Rank 0 waits for whole steps, because that is faster."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,8 @@ def header(position: Position) -> str:
         ),
         _bar([(done, "#ffd369")], height=4),
     ]
+    if position.lingers:
+        lines.append(_small("waits for whole steps at the moment, which is faster here"))
     return _block("".join(lines))
 
 

@@ -125,6 +125,11 @@ class Engine(Drains):
         mine = [n for n in range(self.plan.views_per_step) if self.plan.rank(step, n) == self.transport.rank]
         return [Task(step, n, v) for n in mine if (v := self.plan.view(step, n)) >= 0]
 
+    @property
+    def lingers(self) -> bool:
+        """Whether tasks of this rank wait for whole steps at the moment, because that is faster (`patience`)."""
+        return self.policy.partial and self.transport.world_size > 1 and self.frontier.patience.waits()
+
     def on_step(self, call: Callable[[StepRecord], None]) -> None:
         """Have a function called with the record of every step that is published entirely."""
         self.frontier.on_step = call

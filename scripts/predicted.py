@@ -64,7 +64,8 @@ def calibrated(recording: Recording, ranks: Sequence[dict[str, Any]]) -> Overhea
     own = [(tasks[tasks[:, 3] == rank], records[records[:, 1] == rank]) for rank in range(RANKS)]
     return replace(
         given, acquire=max(0.0, base["acquire"] - mark), contribute=base["contribute"], publish=base["publish"],
-        defer=defer, sweep=sweep, between=float(np.mean([seconds_between(*one) for one in own])),
+        defer=defer, sweep=sweep, react=statistics.mean(s["reaction"] for s in of["barrier"]),
+        between=float(np.mean([seconds_between(*one) for one in own])),
     )  # fmt: skip
 
 

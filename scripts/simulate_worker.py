@@ -41,7 +41,11 @@ def stretch(trainer: OdinTrainer, mode: str, policy: Any, first: int, steps: int
     engine.drain()
     ended = time.monotonic() - start
     dist.barrier()
-    done = {"whole": engine.publisher.whole_steps - whole, "passes": engine.publisher.partial_passes - passes}
+    done: dict[str, float] = {
+        "whole": engine.publisher.whole_steps - whole,
+        "passes": engine.publisher.partial_passes - passes,
+    }
+    done["reaction"] = engine.telemetry.timeline.reaction
     return {
         **engine.telemetry.summary(), **done, "mode": mode, "first": first, "steps": steps, "seconds": ended,
         "records": records,

@@ -136,6 +136,10 @@ def test_overheads_and_speed() -> None:
     scene = scene_with([range(10)], [1.0], overheads=costs)
     assert run(scene, [[0]] * 4, "barrier", ranks=1).seconds == pytest.approx(8)
     assert run(scene.faster(4), [[0]] * 4, "quality", ranks=1).seconds == pytest.approx(2)
+    slow = Overheads(react=0.25)  # at every wait, and that for the last contribution
+    one_waits = run(scene_with(DISJOINT, [1.0, 0.5], overheads=slow), LONG_SHORT, "barrier")
+    both_wait = run(scene_with(DISJOINT, [1.0, 1.0], overheads=slow), LONG_SHORT, "barrier", latency=0.1)
+    assert one_waits.seconds == pytest.approx(6.25) and both_wait.seconds == pytest.approx(6 * (1 + 0.1 + 0.25))
 
 
 def test_ranks_wait_for_whole_steps_where_parts_cost_more() -> None:

@@ -193,6 +193,7 @@ class Recorder:
             defer=defer,
             structural=structural,
             between=seconds_between(tasks[-100:], recent),
+            react=engine.telemetry.timeline.reaction,
         )
 
     def _sweep(self, table: RowTable, step: int) -> float:

@@ -68,6 +68,7 @@ class Overheads:
         defer: What splitting a contribution into two messages adds to `contribute`.
         structural: The surgery of a structural step.
         between: Everything outside the runtime's hooks and rendering, per task: images, schedulers, logs.
+        react: From an arrival to the end of the wait for it; 0 as recorded by one process.
     """
 
     mark: float = 0.0
@@ -80,6 +81,7 @@ class Overheads:
     defer: float = 0.0
     structural: float = 0.0
     between: float = 0.0
+    react: float = 0.0
 
 
 @dataclass(eq=False)

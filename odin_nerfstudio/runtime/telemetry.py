@@ -6,6 +6,7 @@ would have waited at a barrier is for `barrier_estimate` to say, from the `Timel
 
 from __future__ import annotations
 
+import statistics
 import time
 from array import array
 from collections import defaultdict, deque
@@ -92,6 +93,12 @@ class Timeline:
     def reacted(self, seconds: float) -> None:
         """A wait ended so long after the arrival that ended it."""
         self._reaction = max(0.0, seconds)
+
+    @property
+    def reaction(self) -> float:
+        """Median time from an arrival to the end of the wait for it; 0 if there was none."""
+        column, width = self.TASK_COLUMNS.index("reaction"), len(self.TASK_COLUMNS)
+        return statistics.median([time for time in self.tasks[column::width] if time > 0] or [0.0])
 
     def task(self, step: int, lane: int, end: float) -> None:
         """A task has contributed."""

@@ -211,6 +211,7 @@ class SimulatedRank:
         begin = self._clock.now
         if not self.exchange.waiting:
             yield None
+            yield self.job.scene.overheads.react
         peer = self.exchange.poll()
         record = self.telemetry.record(step)
         key = (decision.hazard or BARRIER, peer)

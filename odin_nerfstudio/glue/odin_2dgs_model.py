@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, Literal, cast
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ from odin_nerfstudio import rendering
 from odin_nerfstudio.glue.odin_model import FAR_PLANE, NEAR_PLANE, OdinSplatfactoModel, OdinSplatfactoModelConfig
 from odin_nerfstudio.glue.splat_protocol import TrainingContext
 from odin_nerfstudio.rendering.stages import Projection, StageView, ViewSplats
-from odin_nerfstudio.rendering.surfel_stages import SurfelSplats, project_surfels
+from odin_nerfstudio.rendering.surfel_stages import project_surfels, surfels_on
 from odin_nerfstudio.runtime.store import ReadRule
 
 LOG_THICKNESS = math.log(1e-6)
@@ -75,7 +75,11 @@ class Odin2dgsModel(OdinSplatfactoModel):
     """
 
     config: Odin2dgsModelConfig  # type: ignore[assignment]
-    splat_kind: ClassVar[type[ViewSplats]] = SurfelSplats
+
+    @property
+    def splat_kind(self) -> type[ViewSplats]:
+        """See the base class."""
+        return surfels_on(self.device)
 
     def populate_modules(self) -> None:
         """splatfacto's modules; flat primitives, and a strategy that looks at gsplat's ``gradient_2dgs``.

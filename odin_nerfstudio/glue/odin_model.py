@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from nerfstudio.cameras.cameras import Cameras
@@ -14,7 +14,7 @@ from torch import Tensor
 from odin_nerfstudio.glue.cameras import world_to_camera
 from odin_nerfstudio.glue.splats import ROW_FIELDS, OdinSplats
 from odin_nerfstudio.rendering import rasterization
-from odin_nerfstudio.rendering.stages import Projection, Splats, StageView, ViewSplats, project
+from odin_nerfstudio.rendering.stages import Projection, StageView, ViewSplats, project, splats_on
 
 __all__ = ["ROW_FIELDS", "OdinSplatfactoModel", "OdinSplatfactoModelConfig"]
 
@@ -38,8 +38,11 @@ class OdinSplatfactoModel(OdinSplats):
     config: OdinSplatfactoModelConfig  # type: ignore[assignment]
     remote: Callable[[dict[str, Any]], ViewSplats] | None = None
     """Where the primitives are sharded: the splats of a view (see ``render``), from whoever owns the primitives."""
-    splat_kind: ClassVar[type[ViewSplats]] = Splats
-    """What ``remote`` gives, and ``project`` makes."""
+
+    @property
+    def splat_kind(self) -> type[ViewSplats]:
+        """What ``remote`` gives, and ``project`` makes, on the model's device."""
+        return splats_on(self.device)
 
     def get_outputs(self, camera: Cameras) -> dict[str, Tensor | list]:
         """Renders one camera.

@@ -10,7 +10,8 @@ A Gaussian travels in `SPLAT_COLUMNS` float32 values: its mean in pixels (2), th
 were split over several projections whose splats are merged in the order of the rows. The gradient of the camera, a sum
 over primitives, travels exactly (`cpu.exact`) and is rounded where all of it is together.
 
-CPU only so far; on CUDA, gsplat's projection and pixel kernels are the same two stages.
+That is on the CPU. For tensors on another device gsplat's functions are the same two stages, see `device_stages`; which
+ones are meant is decided by the device of `means`, and of the splats (`splats_on`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class StageView:
     """What both stages must know of a view."""
 
     viewmat: Tensor
-    """World to camera. [4, 4] float32 on the CPU."""
+    """World to camera. [4, 4] float32 on the CPU, wherever the primitives are."""
     K: Tensor
     """Intrinsics in pixels. [3, 3] float32 on the CPU."""
     width: int
@@ -93,7 +94,9 @@ class Projection(ABC):
         """
 
     def camera_sums(self) -> Tensor | None:
-        """After `backward`: what `viewmat_gradient` takes, where the view is trained; int64 [K], of the rows given."""
+        """After `backward`: what `viewmat_gradient` takes, where the view is trained; of the rows given.
+
+        [K] int64 or, where the rows are not on the CPU, float64; on the CPU either way."""
         return None
 
     def info(self) -> dict[str, Any]:
@@ -149,10 +152,12 @@ class _GaussianProjection(Projection):
 
 
 def viewmat_gradient(sums: Tensor, view: StageView) -> Tensor:
-    """Gradient of a view's matrix [4, 4], with the bits of one projection of all primitives.
+    """Gradient of a view's matrix [4, 4], on the CPU with the bits of one projection of all primitives.
 
-    sums: `Projection.camera_sums` of projections of any parts of them, added up. [K] int64.
+    sums: `Projection.camera_sums` of projections of any parts of them, added up. [K] int64 or float64.
     """
+    if sums.is_floating_point():
+        return sums.float().view(4, 4)
     from odin_nerfstudio.rendering.cpu import exact, scene
 
     return torch.from_numpy(scene.camera_gradient(sums.numpy().reshape(-1, exact.BINS), _call(view, None).cameras[0]))
@@ -171,13 +176,17 @@ def project(
     """The first stage: project primitives into a view. Arguments as `rasterization`'s.
 
     Args:
-        means: [N, 3]. quats: [N, 4]. scales: [N, 3]. opacities: [N]. All float32 on the CPU.
+        means: [N, 3]. quats: [N, 4]. scales: [N, 3]. opacities: [N]. All float32 on one device.
         colors: [N, 3] final values, or [N, K, 3] coefficients of spherical harmonics where `sh_degree` is given.
         viewmat: The view's matrix [4, 4] as part of the graph, where its gradient is wanted.
 
     Raises:
         ValueError: An argument has another shape, type or device.
     """
+    if means.device.type != "cpu":
+        from odin_nerfstudio.rendering import device_stages
+
+        return device_stages.project(means, quats, scales, opacities, colors, sh_degree, view, viewmat)
     from odin_nerfstudio.rendering.cpu.arguments import check
     from odin_nerfstudio.rendering.cpu.autograd import _Project
     from odin_nerfstudio.rendering.cpu.layout import S_COLOUR, S_OPACITY, S_RADIUS
@@ -304,3 +313,12 @@ class Splats:
         if self.means2d.grad is not None:
             out[:, :2] = self.means2d.grad[0]
         return out
+
+
+def splats_on(device: torch.device) -> type[ViewSplats]:
+    """The second stage for what `project` gives on a device."""
+    if device.type == "cpu":
+        return Splats
+    from odin_nerfstudio.rendering.device_stages import DeviceSplats
+
+    return DeviceSplats

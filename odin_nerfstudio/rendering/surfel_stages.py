@@ -7,7 +7,7 @@ centre (2), of the opacity's logarithm, of the colours and the depth (4), of the
 and of the normal (3). Both stages together give the bits of one call of `rasterization_2dgs`, images and gradients.
 What densification looks at, gsplat's ``gradient_2dgs``, is known in the first stage, after the backward pass.
 
-CPU only so far.
+That is on the CPU; for tensors on another device see `device_surfel_stages`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from odin_nerfstudio.rendering.stages import Projection, StageView, check_columns
+from odin_nerfstudio.rendering.stages import Projection, StageView, ViewSplats, check_columns
 
 SURFEL_COLUMNS = 23
 SURFEL_GRADIENT_COLUMNS = 20
@@ -73,12 +73,18 @@ def project_surfels(
     """The first stage: project surfels into a view. Arguments as `rasterization_2dgs`'s.
 
     Args:
-        means: [N, 3]. quats: [N, 4]. scales: [N, 3]. opacities: [N]. All float32 on the CPU.
+        means: [N, 3]. quats: [N, 4]. scales: [N, 3]. opacities: [N]. All float32 on one device.
         colors: [N, 3] final values, or [N, K, 3] coefficients of spherical harmonics where `sh_degree` is given.
 
     Raises:
         ValueError: An argument has another shape, type or device, or the view is antialiased.
     """
+    if view.antialiased:
+        raise ValueError("view: surfels have a low-pass filter of their own; antialiased must be False")
+    if means.device.type != "cpu":
+        from odin_nerfstudio.rendering import device_surfel_stages
+
+        return device_surfel_stages.project_surfels(means, quats, scales, opacities, colors, sh_degree, view)
     from odin_nerfstudio.rendering.cpu.arguments import check
     from odin_nerfstudio.rendering.cpu.surfel_autograd import Project
     from odin_nerfstudio.rendering.cpu.surfel_warm import warm_up
@@ -91,8 +97,6 @@ def project_surfels(
     )  # fmt: skip
     if colors.shape[-1] != 3:
         raise ValueError(f"colors: surfels travel with 3 channels, got {colors.shape[-1]}")
-    if view.antialiased:
-        raise ValueError("view: surfels have a low-pass filter of their own; antialiased must be False")
     warm_up()
     call = _call(view, sh_degree)
     densify = torch.zeros(1, means.shape[0], 2, requires_grad=True)
@@ -189,3 +193,12 @@ class SurfelSplats:
         if self._records.grad is None:
             return torch.zeros((self.count, SURFEL_GRADIENT_COLUMNS))
         return self._records.grad[:, torch.from_numpy(OF_SUMS)]
+
+
+def surfels_on(device: torch.device) -> type[ViewSplats]:
+    """The second stage for what `project_surfels` gives on a device."""
+    if device.type == "cpu":
+        return SurfelSplats
+    from odin_nerfstudio.rendering.device_surfel_stages import DeviceSurfelSplats
+
+    return DeviceSurfelSplats

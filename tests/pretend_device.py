@@ -62,7 +62,8 @@ def _check(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
     """As torch: all tensors on one device, but for numbers and what copies or indexes."""
     held = list(_tensors([*args, *kwargs.values()]))
     here = [t for t in held if not isinstance(t, Pretended) and t.dim()]
-    if not here:
+    copies = func is torch.Tensor.__setitem__ and not list(_tensors([args[1]]))  # places without indices
+    if not here or copies:
         return
     if func not in _MAY_MIX or (func is torch.Tensor.__getitem__ and not isinstance(args[0], Pretended)):
         raise RuntimeError(f"{func}: expected all tensors to be on the same device, found {DEVICE} and cpu")

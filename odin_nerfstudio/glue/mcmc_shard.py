@@ -1,10 +1,10 @@
 """The MCMC strategy on a shard: all ranks together relocate and add what one does of the whole model, to the bit.
 
-Rank 0 gathers the opacities of all primitives, 4 bytes each, draws as it would for the whole model, and tells who gets
-copies; the others see no more than these rows. For a moment that takes rank 0 about 25 bytes for each primitive of the
-model (a shard's state takes 720 for each of its own). What sources and copies have in common is computed by every rank
-over all sources, its own in their places and dummies elsewhere, since torch's kernels may round the last elements of a
-tensor otherwise than the others.
+Rank 0 gathers the opacities of all primitives in host memory, 4 bytes each, draws as it would for the whole model, and
+tells who gets copies; the others see no more than these rows. For a moment that takes rank 0 about 25 bytes for each
+primitive of the model (a shard's state takes 720 for each of its own). What sources and copies have in common is
+computed by every rank over all sources, its own in their places and dummies elsewhere, since torch's kernels may round
+the last elements of a tensor otherwise than the others.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class ShardMcmcStrategy(OdinMcmcStrategy):
             shared = self._settle(rows, draw)
             rows.relocate(targets, draw.sources)
             if logits is not None:
-                logits[draw.rows] = shared
-                logits[targets] = logits[draw.sources]
+                logits[draw.rows.cpu()] = shared.cpu()
+                logits[targets.cpu()] = logits[draw.sources.cpu()]
         drawn = None if logits is None else growth(logits, self.cap_max)
         added = self._told(rows, None if drawn is None else (drawn.sources[:0], drawn))
         if added is not None:
@@ -61,7 +61,7 @@ class ShardMcmcStrategy(OdinMcmcStrategy):
         return len(moved[0]) if moved else 0, len(added[1].sources) if added else 0
 
     def _told(self, rows: ShardRows, drawn: tuple[Tensor, Draw] | None) -> tuple[Tensor, Draw] | None:
-        """What rank 0 has drawn, on every rank."""
+        """What rank 0 has drawn, on every rank's device."""
         data = b""
         if drawn is not None:
             targets, draw = drawn
@@ -71,14 +71,15 @@ class ShardMcmcStrategy(OdinMcmcStrategy):
         if not len(words):
             return None
         dead, copies = words[:2].tolist()
-        targets, sources = words[2 : 2 + dead].long(), words[2 + dead : 2 + dead + copies].long()
-        return targets, Draw.of(sources, words[2 + dead + copies :].view(torch.float32), whole=False)
+        words = words[2:].to(rows.table.device)
+        targets, sources = words[:dead].long(), words[dead : dead + copies].long()
+        return targets, Draw.of(sources, words[dead + copies :].view(torch.float32), whole=False)
 
     def _settle(self, rows: ShardRows, draw: Draw) -> Tensor:
         """Give this rank's sources what they share with their copies; returns the logits of all. [u, 1]."""
         parameters = rows.table.parameters
         places, held = rows.mine(draw.rows)
-        log_scales = torch.zeros((len(draw.rows), 3))
+        log_scales = torch.zeros((len(draw.rows), 3), device=held.device)
         log_scales[places] = parameters["scales"].detach()[held]
         logits, log_scales = draw.shared(log_scales, self.min_opacity)
         parameters["opacities"].data[held] = logits[places, None]

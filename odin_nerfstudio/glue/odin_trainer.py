@@ -101,7 +101,8 @@ class OdinTrainer(Trainer):
             options, device = config.pipeline.odin, rank_device(config.machine.device_type, local_rank)
             self.device = str(device)
             limits = FaultLimits(stall=options.stall)
-            self.transport, how = connect(options.backend, device, job.local_ranks(config), limits)
+            wanted = "gloo" if options.placement == "sharded" else options.backend  # see `sharding.refusal`
+            self.transport, how = connect(wanted, device, job.local_ranks(config), limits)
             how = f", messages: {how} (--pipeline.odin.backend)"
         if self.rank == 0:
             ranks = f"ranks: {world_size} (--machine.device-type, --machine.num-devices)"

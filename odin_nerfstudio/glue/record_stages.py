@@ -36,7 +36,8 @@ def measure_stages(trainer: OdinTrainer, compute: dict[int, float]) -> StageCost
         compute: Time of each view in one piece. [s]
 
     Returns:
-        None where placement sharded cannot train the model, which has no stages then.
+        None where placement sharded cannot train the model, which has no stages then, and where calls return before
+        their work is done, on CUDA.
     """
     model = trainer.pipeline.model
     if type(model) is not OdinSplatfactoModel or model.device.type != "cpu":

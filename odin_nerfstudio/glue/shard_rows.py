@@ -28,7 +28,7 @@ PARAMETER = "_model.gauss_params."
 
 def shard_tree(means: Tensor, plan: Plan, pipeline: OdinPipeline, ranks: int) -> ShardTree:
     """Shards of a model, each given to the rank whose views see most of it. means [N, 3]; the same on all ranks."""
-    points = means.detach().numpy()
+    points = means.detach().cpu().numpy()
     tree = divide(points[:: max(1, len(points) // _TREE_POINTS)], ranks)
     if ranks == 1:
         return tree
@@ -51,7 +51,7 @@ def shard_tree(means: Tensor, plan: Plan, pipeline: OdinPipeline, ranks: int) ->
 
 def rows_of(tree: ShardTree, means: Tensor, rank: int) -> Tensor:
     """Rows of a model that a rank owns, ascending. [n] int64."""
-    return torch.from_numpy(np.flatnonzero(tree.owner(means.detach().numpy()) == rank))
+    return torch.from_numpy(np.flatnonzero(tree.owner(means.detach().cpu().numpy()) == rank))
 
 
 def means_of(state: dict[str, Any]) -> Tensor:

@@ -86,7 +86,7 @@ class ModelProjector:
         if self._poses is None:
             return self._known[key]
         with torch.no_grad():
-            matrix = self._moved(view, self._poses.detach()[view : view + 1])[0]
+            matrix = self._moved(view, self._poses.detach()[view : view + 1].cpu())[0]
         return dataclasses.replace(self._known[key], viewmat=matrix, trained=True)
 
     def _moved(self, view: int, pose: Tensor) -> Tensor:
@@ -101,13 +101,14 @@ class ModelProjector:
         leaf = tables[CAMERAS].leaves["pose_adjustment"]
         gradient = viewmat_gradient(sums, self.view(task.step, task.view))
         with torch.enable_grad():
-            matrix = self._moved(task.view, leaf.detach())
-            (leaf.grad,) = torch.autograd.grad(matrix, self._mover.pose_adjustment, gradient[None])
+            matrix = self._moved(task.view, leaf.detach().cpu())
+            (found,) = torch.autograd.grad(matrix, self._mover.pose_adjustment, gradient[None])
+        leaf.grad = found.to(leaf.device)
 
     def stage_view(self, viewmats: Tensor, Ks: Tensor, width: int, height: int, with_depth: bool) -> StageView:
-        """One camera, as the model's ``render`` is given it."""
+        """One camera, as the model's ``render`` is given it, on the CPU."""
         antialiased = self._model.config.rasterize_mode == "antialiased"
-        matrix, K = viewmats.detach()[0].float().contiguous(), Ks.detach()[0].float().contiguous()
+        matrix, K = (t.detach()[0].float().cpu().contiguous() for t in (viewmats, Ks))
         return StageView(matrix, K, width, height, NEAR_PLANE, FAR_PLANE, 0.0, 0.3, with_depth, antialiased)
 
     def project(self, step: int, view: StageView, leaves: Mapping[str, Tensor]) -> Projection:
@@ -182,6 +183,7 @@ class ShardedRunner(StepRunner):
         model.remote = self._splats_of
         if transport.world_size > 1:
             facts = facts_of(self.plan.fingerprint(), odin=options, model=pipeline.config.model)
+            facts["options"]["device type"] = model.device.type  # splats of the CPU have other columns
             require_agreement(self.engine, facts)
         counts = self.engine.exchange(rows[0].shape[0].to_bytes(8, "little"))
         if transport.rank == 0:

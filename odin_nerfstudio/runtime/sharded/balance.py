@@ -45,7 +45,7 @@ class Balance:
             return False
         means = engine.table.parameters["means"].detach()
         step = max(1, -(-means.shape[0] // SAMPLE))
-        shown = engine.exchange(means[::step].contiguous().numpy().tobytes())
+        shown = engine.exchange(means[::step].contiguous().cpu().numpy().tobytes())
         samples = [np.frombuffer(part, np.float32).reshape(-1, 3) for part in shown]
         weights = [np.full(len(s), n / max(1, len(s))) for s, n in zip(samples, counts)]
         points = np.concatenate(samples)
@@ -57,7 +57,7 @@ class Balance:
         parts = np.split(part, np.cumsum([len(s) for s in samples])[:-1])
         for rank, (mine, weight) in enumerate(zip(parts, weights)):
             held[:, rank] = np.bincount(mine, weights=weight, minlength=ranks)
-        target = torch.from_numpy(tree.for_ranks(assign(held)).owner(means.numpy()))
+        target = torch.from_numpy(tree.for_ranks(assign(held)).owner(means.cpu().numpy())).to(means.device)
         tensors = row_tensors(engine.table)
         parts = self.moves.exchange(target, [owner.ids, *tensors.values()])
         self._adopt(parts, list(tensors), state, version)
@@ -76,7 +76,7 @@ class Balance:
         for parameter in engine.table.parameters.values():  # without columns there was nothing to send
             if not parameter.shape[1:].numel():
                 parameter.data = parameter.data.new_empty((ids.shape[0], *parameter.shape[1:]))
-        engine.table.resize(torch.zeros(ids.shape[0], dtype=torch.int64), version)
+        engine.table.resize(torch.zeros_like(order), version)
         owner.take_rows(ids[order], owner.total, version)
         if owner.evidence is not None:  # other rows, other shares: views wait as at a first visit
             known = owner.evidence

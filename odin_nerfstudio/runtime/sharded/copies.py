@@ -22,7 +22,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ShardRows:
-    """This rank's rows during one structural step. Rows are named by their places in the whole model."""
+    """This rank's rows during one structural step. Rows are named by their places in the whole model, on its device."""
 
     def __init__(self, engine: ShardedEngine, state: MutableMapping[str, Any]) -> None:
         """state: The strategy's; its tensors are one value per row."""
@@ -51,7 +51,7 @@ class ShardRows:
         moments = [table.adam_state(name)[key] for name, key in names]
         came = self._engine.balance.moves.exchange(owner[leaving], [self.ids[at], *(m[at] for m in moments)])
         _, held = self.mine(sources)
-        stays = torch.ones(len(self.ids), dtype=torch.bool)
+        stays = torch.ones_like(self.ids, dtype=torch.bool)
         stays[at] = False
         stay, coming = stays.nonzero().flatten(), owner == me
         for moment in moments:
@@ -72,7 +72,8 @@ class ShardRows:
             for key in MOMENTS:
                 adam[key] = torch.cat((adam[key], adam[key].new_zeros((len(held), *adam[key].shape[1:]))))
         ids = torch.cat((self.ids, (self.total + added).to(self.ids.dtype)))
-        self._follow(torch.cat((torch.arange(len(self.ids)), held)), ids, self.total + len(sources))
+        kept = torch.arange(len(self.ids), device=held.device)
+        self._follow(torch.cat((kept, held)), ids, self.total + len(sources))
 
     def _follow(self, parents: Tensor, ids: Tensor, total: int) -> None:
         """Every row takes the parameters and the strategy's state of a row of this rank. parents [n_new] int64."""
@@ -87,6 +88,6 @@ class ShardRows:
     def _owners(self, rows: Tensor) -> Tensor:
         """Ranks that own rows. Collective. [m] int64 -> [m] int64."""
         marks = torch.zeros(-(-len(rows) // 4) * 4, dtype=torch.int16)
-        marks[self.mine(rows)[0]] = self._engine.transport.rank + 1
+        marks[self.mine(rows)[0].cpu()] = self._engine.transport.rank + 1
         found = self._engine.exchange_of_shards.union(marks.view(torch.int64))
-        return found.view(torch.int16)[: len(rows)].long() - 1
+        return found.view(torch.int16)[: len(rows)].to(rows.device).long() - 1

@@ -21,9 +21,10 @@ class Crop:
     """Lengths of the edges. [3]."""
 
     def inside(self, points: Tensor) -> Tensor:
-        """Which points lie within. points: [n, 3]. [n] bool."""
-        local = (points - self.center) @ self.rotation
-        return (local.abs() < self.size / 2).all(1)
+        """Which points lie within. points: [n, 3], on any device. [n] bool."""
+        rotation, center, size = (part.to(points.device) for part in (self.rotation, self.center, self.size))
+        local = (points - center) @ rotation
+        return (local.abs() < size / 2).all(1)
 
     def floats(self) -> list[float]:
         """15 values that `of` understands."""

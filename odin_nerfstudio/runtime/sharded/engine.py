@@ -82,7 +82,7 @@ class ShardedEngine(Rank):
     ) -> None:
         """
         Args:
-            ids: Place in the whole model of each row of the table, ascending. [n] int32.
+            ids: Place in the whole model of each row of the table, ascending. [n] int32, on any device.
             is_fence: Whether something looks at the state of all rows after a step.
             imbalance: At a structural step rows change hands if the largest shard exceeds the mean by more than this.
             view_tables: Parameters of views, a row for each. Every rank holds all of them.
@@ -114,7 +114,7 @@ class ShardedEngine(Rank):
         self.owner = Owner(
             plan,
             table,
-            ids,
+            ids.to(table.device),
             total,
             self.policy,
             self.publisher,
@@ -130,7 +130,7 @@ class ShardedEngine(Rank):
         self.balance = Balance(self, imbalance)
         self.changing = False
         """Rows are being changed by a structural step; no picture can be made."""
-        self._service = Service(self.transport, self._take_and_advance)
+        self._service = Service(self.transport, self._take_and_advance, table.device)
         self._open: set[tuple[int, int]] = set()
         self._done: set[tuple[int, int]] = set()
         self.store.start(start_step)

@@ -43,18 +43,26 @@ class ShardExchange(Exchange):
         if rank == self._transport.rank:
             self._put(rank, packet)
             return 0
-        words = packets.encode_splats(packet)
-        self._transport.send([rank], Kind.SPLATS, words)
-        return 4 * words.shape[0]
+        return self.send_splats(rank, Kind.SPLATS, packet)
+
+    def send_splats(self, rank: int, kind: Kind, packet: SplatPacket) -> int:
+        """Send splats to another rank; returns the bytes sent."""
+        if self._transport.apart:
+            return self._send_apart(rank, kind, *packets.encode_splats_apart(packet))
+        return self._send_apart(rank, kind, packets.encode_splats(packet), None)
+
+    def _send_apart(self, rank: int, kind: Kind, words: Tensor, body: Tensor | None) -> int:
+        self._transport.send([rank], kind, words, body)
+        return 4 * (words.shape[0] + (0 if body is None else body.shape[0]))
 
     def send_gradients(self, rank: int, packet: GradientPacket) -> int:
         """Hand gradients back to an owner of splats; returns the bytes sent."""
         if rank == self._transport.rank:
             self._sharded.owner.returned(packet)
             return 0
-        words = packets.encode_gradients(packet)
-        self._transport.send([rank], Kind.SPLAT_GRADIENTS, words)
-        return 4 * words.shape[0]
+        if self._transport.apart:
+            return self._send_apart(rank, Kind.SPLAT_GRADIENTS, *packets.encode_gradients_apart(packet))
+        return self._send_apart(rank, Kind.SPLAT_GRADIENTS, packets.encode_gradients(packet), None)
 
     def send_words(self, ranks: list[int], kind: Kind, words: Tensor) -> None:
         """Send a message that one of the handlers will understand."""
@@ -72,7 +80,7 @@ class ShardExchange(Exchange):
 
     def _take(self, received: Received) -> None:
         if received.kind == Kind.SPLATS:
-            packet = packets.decode_splats(received.words)
+            packet = packets.decode_splats(received.words, received.body)
             plan = self._sharded.plan
             if packet.lane >= plan.views_per_step or plan.rank(packet.step, packet.lane) != self._transport.rank:
                 raise RuntimeError(
@@ -82,7 +90,7 @@ class ShardExchange(Exchange):
             self._put(received.peer, packet)
             self._sharded.telemetry.record(packet.step).received += 4 * received.size
         elif received.kind == Kind.SPLAT_GRADIENTS:
-            gradients = packets.decode_gradients(received.words)
+            gradients = packets.decode_gradients(received.words, received.body)
             self._sharded.telemetry.record(gradients.step).received += 4 * received.size
             self._sharded.owner.returned(gradients)
         elif received.kind == Kind.CONTRIBUTION and self._sharded.views is not None:

@@ -1,4 +1,4 @@
-"""Rows on their way from one owner to another, in messages of bounded size."""
+"""Rows on their way from one owner to another, in messages of bounded size; from and to devices through host memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RowMoves:
 
         Args:
             target: Rank that each row goes to, which may be this one. [n] integers.
-            tensors: Of 4-byte types, the same columns and types on all ranks. [n, ...] each.
+            tensors: Of 4-byte types, the same columns and types on all ranks, on the target's device. [n, ...] each.
 
         Returns:
             For each tensor the rows that came, in parts: this rank's own first, then by rank; [m, ...] each.
@@ -56,7 +56,7 @@ class RowMoves:
             for k, piece in enumerate(pieces):
                 head = torch.tensor([piece.shape[0], int(k == len(pieces) - 1)], dtype=torch.int32)
                 values = [t.detach()[piece].reshape(-1).view(torch.int32) for t in tensors]
-                words = empty_message(torch.cat([head, *values]))
+                words = empty_message(torch.cat([head, torch.cat(values).cpu()]))
                 self._engine.exchange_of_shards.send_words([rank], Kind.MOVED, words)
         own = (target == me).nonzero().flatten()
         parts = [[t.detach()[own]] for t in tensors]
@@ -68,7 +68,8 @@ class RowMoves:
                 count, at = int(words[0]), 2
                 for part, width in zip(parts, widths):
                     like = part[0]
-                    part.append(words[at : at + count * width].view(like.dtype).view(count, *like.shape[1:]))
+                    came = words[at : at + count * width].view(like.dtype).view(count, *like.shape[1:])
+                    part.append(came.to(like.device))
                     at += count * width
         self._pieces.clear()
         return parts

@@ -25,7 +25,7 @@ _COUNTS = np.array([bin(k).count("1") for k in range(1 << 16)], np.uint8)
 
 
 class Masks:
-    """Bit masks over the rows of the whole model."""
+    """Bit masks over the rows of the whole model, in host memory; ids may be on any device."""
 
     def __init__(self, count: int, rows: int) -> None:
         """count masks over so many rows, all zero."""
@@ -41,7 +41,7 @@ class Masks:
     def set(self, mask: int, ids: Tensor) -> None:
         """Set bits of one mask. ids [n]."""
         marks = np.zeros(self.width * _BITS, np.uint8)
-        marks[ids.numpy()] = 1
+        marks[ids.cpu().numpy()] = 1
         part = self.words[mask * self.width : (mask + 1) * self.width]
         part |= torch.from_numpy(np.packbits(marks, bitorder="little").view(np.int64))
 
@@ -53,15 +53,15 @@ class Masks:
         return int(_COUNTS[self._words(mask).view(np.uint16)].sum(dtype=np.int64))
 
     def ranks(self, mask: int, ids: Tensor) -> Tensor:
-        """For each row the number of bits of one mask before it. ids [n] -> [n] int64."""
+        """For each row the number of bits of one mask before it. ids [n] -> [n] int64, on their device."""
         words = self._words(mask)
         before = np.zeros(words.shape[0] + 1, np.int64)
         np.cumsum(_COUNTS[words.view(np.uint16)].reshape(-1, 4).sum(1, dtype=np.int64), out=before[1:])
-        places = ids.numpy().astype(np.int64)
+        places = ids.cpu().numpy().astype(np.int64)
         block, bit = places >> 6, (places & 63).astype(np.uint64)
         below = words[block] & ((np.uint64(1) << bit) - np.uint64(1))
         inside = _COUNTS[np.ascontiguousarray(below).view(np.uint16)].reshape(-1, 4).sum(1, dtype=np.int64)
-        return torch.from_numpy(before[block] + inside)
+        return torch.from_numpy(before[block] + inside).to(ids.device)
 
 
 def new_ids(masks: Masks, segments: Tensor, parents: Tensor) -> tuple[Tensor, int]:
@@ -75,7 +75,7 @@ def new_ids(masks: Masks, segments: Tensor, parents: Tensor) -> tuple[Tensor, in
     Returns:
         [n] int32, and the total.
     """
-    out = torch.empty(parents.shape[0], dtype=torch.int64)
+    out = torch.empty(parents.shape[0], dtype=torch.int64, device=parents.device)
     start = 0
     for segment in range(SEGMENTS):
         here = (segments == segment).nonzero().flatten()

@@ -70,7 +70,7 @@ class Owner:
     ) -> None:
         """
         Args:
-            ids: Place in the whole model of each row of the table, ascending. [n] int32.
+            ids: Place in the whole model of each row of the table, ascending. [n] int32, on the table's device.
             total: Rows of the whole model.
             limit: Last step that may be projected and published for the time being.
             ship: Hands a packet to a rank, which may be this one; returns the bytes sent.
@@ -218,9 +218,10 @@ class Owner:
         step = staged.step
         self._candidates.pop((step, number), None)
         if packet is None:
-            packet = SplatPacket(step, number, self.ids[:0], torch.empty((0, 0)))
+            nothing = torch.empty((0, 0), device=self.table.device)
+            packet = SplatPacket(step, number, self.ids[:0], nothing)
             staged.shipped(number, self.ids[:0])
-            staged.returned(number, self.ids[:0], torch.empty((0, 0)), staged.empty_statistics())
+            staged.returned(number, self.ids[:0], nothing, staged.empty_statistics())
             self.changed = True
         else:
             shadow, projection = self._kept[(step, number)]

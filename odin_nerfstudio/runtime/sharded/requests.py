@@ -130,8 +130,7 @@ class Requests:
             self._ask(header(received.words, 1)[0])
             return
         number, view, step, crop = _decode_question(received.words)
-        words = packets.encode_splats(self._packet(number, view, step, crop))
-        self._exchange.send_words([received.peer], Kind.VIEW, words)
+        self._exchange.send_splats(received.peer, Kind.VIEW, self._packet(number, view, step, crop))
 
     def _packet(self, number: int, view: StageView, step: int, crop: Crop | None) -> SplatPacket:
         owner = self._owner
@@ -143,7 +142,7 @@ class Requests:
         return SplatPacket(number, 0, places, splats)
 
     def _take_view(self, received: Received) -> None:
-        packet = packets.decode_splats(received.words)
+        packet = packets.decode_splats(received.words, received.body)
         self._found(packet.step, received.peer, packet)
 
     def _found(self, number: int, rank: int, packet: SplatPacket) -> None:
@@ -162,11 +161,12 @@ class Requests:
         """All ranks' rows in the order of the whole model, on rank 0; None elsewhere. Collective, at a drain.
 
         Rank 0 asks one owner after the other for pieces of at most `CHUNK` bytes, one on its way while another is put
-        in place; beside what `make` returns it needs no more memory than two of them.
+        in place; beside what `make` returns it needs no more memory than two of them. From a device, pieces come
+        through host memory.
 
         Args:
             tensors: Per-row tensors of this rank, of 4-byte types; the same names on all. [n, ...] each.
-            make: Name, shape and dtype of a whole tensor -> where it is to be put.
+            make: Name, shape and dtype of a whole tensor -> where it is to be put, on the CPU.
         """
         names = sorted(tensors)
         self._offered = [self._owner.ids, *(tensors[name].detach() for name in names)]
@@ -197,7 +197,7 @@ class Requests:
             _put(piece, min(size, count - start), targets)
 
     def _piece(self, start: int, count: int) -> Tensor:
-        return torch.cat([t[start : start + count].reshape(-1).view(torch.int32) for t in self._offered])
+        return torch.cat([t[start : start + count].reshape(-1).view(torch.int32) for t in self._offered]).cpu()
 
     def _answer_rows(self, received: Received) -> None:
         start, count = header(received.words, 2)

@@ -23,9 +23,9 @@ _PATIENCE = 0.5
 class Service:
     """Takes in messages in a thread of its own, between `start` and `stop`."""
 
-    def __init__(self, transport: Transport, take: Callable[[Received], None]) -> None:
-        """take: Takes in a message, and does all that may be done then."""
-        self._transport, self._take = transport, take
+    def __init__(self, transport: Transport, take: Callable[[Received], None], device: torch.device) -> None:
+        """take: Takes in a message, and does all that may be done then, on a device."""
+        self._transport, self._take, self._device = transport, take, device
         self._starts: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
@@ -57,6 +57,8 @@ class Service:
             raise error
 
     def _run(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # is a thread's own
         torch.set_num_threads(self._threads)  # as many as the training thread's: results must not depend on the thread
         while True:
             self._starts.get()

@@ -22,8 +22,8 @@ def change_rows(engine: ShardedEngine, step: int, surgery: Callable[[], None], s
     """
     table, owner = engine.table, engine.owner
     before = table.count
-    state[PARENTS] = torch.arange(before)
-    state[SEGMENT] = torch.zeros(before, dtype=torch.uint8)
+    state[PARENTS] = torch.arange(before, device=table.device)
+    state[SEGMENT] = torch.zeros(before, dtype=torch.uint8, device=table.device)
     try:
         with keyed_randomness(engine.options.seed, step, table.device):
             surgery()

@@ -58,7 +58,7 @@ class ShardStrategy(DefaultStrategy):
             state[SEGMENT][-n_dupli:] = DUPLICATED
         if n_split > 0:
             places = masks.ranks(0, owner.ids[is_split])
-            is_split = torch.cat([is_split, torch.zeros(n_dupli, dtype=torch.bool)])
+            is_split = torch.cat([is_split, is_dupli.new_zeros(n_dupli)])
             split_shard(params, optimizers, state, is_split, places, n_split, self.revised_opacity)
         return n_dupli, int(is_split.sum())
 
@@ -90,9 +90,8 @@ def split_shard(
 
     all_scales = torch.exp(spread(params["scales"].detach()[selected], 0.0))
     quats = F.normalize(spread(params["quats"].detach()[selected], 1.0), dim=-1)
-    samples = torch.einsum("nij,nj,bnj->bni", normalized_quat_to_rotmat(quats), all_scales, torch.randn(2, total, 3))[
-        :, places
-    ]
+    drawn = torch.randn(2, total, 3, device=all_scales.device)
+    samples = torch.einsum("nij,nj,bnj->bni", normalized_quat_to_rotmat(quats), all_scales, drawn)[:, places]
     scales = torch.log(all_scales / 1.6)[places]
 
     def parameter(name: str, p: Tensor) -> Tensor:

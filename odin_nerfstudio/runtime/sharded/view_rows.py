@@ -1,15 +1,17 @@
 """Parameters of views, camera poses and bilateral grids, beside sharded primitives: every rank keeps all of them.
 
 Owners project a view as its pose is at the view's step. What the pose did to their rows they send to the view's rank as
-exact sums, so that it does not show how many owners there are. That rank makes the gradient of the view's rows, and
-tells it to all ranks, which publish it like replicas of these tables. A row is pending for tasks of its own view only,
-so nobody waits unless a view comes twice within the look-ahead.
+exact sums, so that it does not show how many owners there are (on the CPU; elsewhere as float64, which are added in the
+order of the ranks). That rank makes the gradient of the view's rows, and tells it to all ranks, which publish it like
+replicas of these tables. A row is pending for tasks of its own view only, so nobody waits unless a view comes twice
+within the look-ahead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -26,7 +28,7 @@ from odin_nerfstudio.runtime.store import RowTable
 from odin_nerfstudio.runtime.transport import Kind, Received, Transport, empty_message
 
 PoseBackward = Callable[[Task, Tensor, Mapping[str, TableShadow]], None]
-"""Leaves in the shadow of a task what sums of its owners [K] int64 mean for its view's pose."""
+"""Leaves in the shadow of a task what the sum of its owners' [K] means for its view's pose (`viewmat_gradient`)."""
 
 
 @dataclass(eq=False)
@@ -35,7 +37,8 @@ class _Rendered:
 
     shadow: Shadow
     awaited: set[int]
-    sums: list[Tensor] = field(default_factory=list)
+    sums: dict[int, Tensor] = field(default_factory=dict)
+    """By owner."""
 
 
 class ViewRows:
@@ -79,7 +82,7 @@ class ViewRows:
 
     def take(self, task: Task) -> Shadow:
         """A task's own copy of its view's rows, which must be ready."""
-        ids = torch.tensor([task.view], dtype=torch.int32)
+        ids = torch.tensor([task.view], dtype=torch.int32, device=self.tables[0].device)
         return Shadow(task, {t.name: pool.take(ids, task.view) for t, pool in zip(self.tables, self._pools)})
 
     # -- gradients
@@ -91,7 +94,7 @@ class ViewRows:
         self._finish(key)
 
     def send_sums(self, step: int, lane: int, sums: Tensor | None) -> None:
-        """Tell the rank of a task what its pose did to this rank's rows. sums: [K] int64; None: nothing."""
+        """Tell the rank of a task what its pose did to this rank's rows. sums: [K] int64 or float64; None: nothing."""
         if self._backward is None:
             return
         rank = self._plan.rank(step, lane)
@@ -99,15 +102,16 @@ class ViewRows:
         if rank == self._transport.rank:
             self._add(rank, step, lane, given)
         else:
-            head = torch.tensor([step, lane], dtype=torch.int32)
+            head = torch.tensor([step, lane, int(given.is_floating_point())], dtype=torch.int32)
             words = empty_message(torch.cat([head, given.view(torch.int32)]))
             self._transport.send([rank], Kind.CAMERA_SUMS, words)
 
     def take_sums(self, received: Received) -> None:
         """Take in a message of `send_sums`."""
-        words = received.words[FRAME_WORDS:].clone()  # at an address that int64 may have
-        step, lane = words[:2].tolist()
-        self._add(received.peer, step, lane, words[2:].clone().view(torch.int64))
+        words = received.words[FRAME_WORDS:]
+        step, lane, floating = words[:3].tolist()
+        given = words[3:].clone()  # at an address that int64 may have
+        self._add(received.peer, step, lane, given.view(torch.float64 if floating else torch.int64))
 
     def _add(self, owner: int, step: int, lane: int, sums: Tensor) -> None:
         task = self._rendered.get((step, lane))
@@ -115,7 +119,7 @@ class ViewRows:
             raise RuntimeError(f"rank {owner} sent sums of step {step} lane {lane}, for which it was not asked")
         task.awaited.discard(owner)
         if len(sums):
-            task.sums.append(sums)
+            task.sums[owner] = sums
         self._finish((step, lane))
 
     def _finish(self, key: tuple[int, int]) -> None:
@@ -125,7 +129,8 @@ class ViewRows:
             return
         del self._rendered[key]
         if task.sums and self._backward is not None:
-            self._backward(task.shadow.task, torch.stack(task.sums).sum(0), task.shadow.tables)
+            total = reduce(torch.add, (task.sums[rank] for rank in sorted(task.sums)))
+            self._backward(task.shadow.task, total, task.shadow.tables)
         message = collect(task.shadow.task, task.shadow, self.tables, None, None)
         if self._peers:
             words = messages.encode(message, first=True, rest=True)
@@ -136,7 +141,7 @@ class ViewRows:
 
     def take_contribution(self, received: Received) -> None:
         """Take in what another rank contributes to its view's rows."""
-        message = messages.decode(received.words)
+        message = messages.to_device(messages.decode(received.words), self.tables[0].device)
         if self._plan.rank(message.step, message.lane) != received.peer:
             raise RuntimeError(
                 f"rank {received.peer} sent step {message.step} lane {message.lane}, which the plan gives to another"
@@ -175,7 +180,7 @@ class ViewRows:
                 if view >= 0:
                     lane.candidates = []
                     for table in self.tables:
-                        mask = torch.empty(table.count, dtype=torch.uint8)
+                        mask = torch.empty(table.count, dtype=torch.uint8, device=table.device)
                         table.reads.mark(step, view, table.versions, 0, mask)
                         lane.candidates.append(mask)
             staged.track()

@@ -29,12 +29,12 @@ class MergedView:
         self._parts = [(rank, packets[rank].ids.shape[0]) for rank in sorted(packets)]
         ids = torch.cat([packets[rank].ids for rank, _ in self._parts])
         given = [packets[rank].splats for rank, count in self._parts if count]
-        splats = torch.cat(given) if given else torch.empty((0, kind.columns))
+        splats = torch.cat(given) if given else torch.empty((0, kind.columns), device=ids.device)
         self._place: Tensor | None = None
         if sum(count > 0 for _, count in self._parts) > 1:
             order = torch.argsort(ids)  # ids are unique
             self._place = torch.empty_like(order)
-            self._place[order] = torch.arange(order.shape[0])
+            self._place[order] = torch.arange(order.shape[0], device=order.device)
             ids, splats = ids[order], splats[order]
         self.ids = ids
         """Rows of the whole model, ascending. [V] int32."""

@@ -128,7 +128,6 @@ def test_others_leave_the_same_checkpoints_and_go_on_from_them(runs: Path, name:
     [
         ("method", odin_glow.config, "owners do not know"),
         ("pipeline__odin__backend", "nccl", "gloo"),
-        ("machine__device_type", "cuda", "CPU"),
     ],
 )
 def test_refuses_what_it_cannot_do(option: str, value: object, words: str, tmp_path: Path) -> None:

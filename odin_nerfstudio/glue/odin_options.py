@@ -50,8 +50,8 @@ class OdinOptions:
     """Mode throughput: the largest part of a view's gradient, in the same sense, on a single primitive read late."""
     backend: Literal["gloo", "nccl"] | None = None
     """How messages travel between devices. "nccl": from CUDA device to CUDA device, for which every rank needs a device
-    of its own. "gloo": through host memory, on the CPU and where ranks share a CUDA device. Default: nccl where it can
-    be used, else gloo."""
+    of its own. "gloo": through host memory, on the CPU, where ranks share a CUDA device, and with placement sharded.
+    Default: nccl where it can be used, else gloo."""
     placement: Literal["replicated", "sharded"] = "replicated"
     """Where primitives live. "replicated": every device holds all of them and applies every update. "sharded": every
     primitive has one owner, which projects it for all views, so that memory per device falls with their number; for

@@ -18,10 +18,8 @@ def refusal(config: OdinTrainerConfig) -> str | None:
     options, model = config.pipeline.odin, config.pipeline.model
     if model._target not in (OdinSplatfactoModel, OdinAaModel, OdinMcmcModel, Odin2dgsModel):
         return f"owners do not know how {config.method_name} renders and densifies; use placement replicated"
-    if config.machine.device_type != "cpu":
-        return "owners project on the CPU only so far; use --machine.device-type cpu, or placement replicated"
-    if options.backend == "nccl":
-        return "splats travel through gloo; use --pipeline.odin.backend gloo"
+    if options.backend == "nccl":  # its bodies travel in an order that is known ahead; those of splats have none
+        return "splats travel through host memory, over gloo; use --pipeline.odin.backend gloo, or leave it out"
     if options.turn_lanes:
         return "owners are near the views that their rank renders; leave out --pipeline.odin.turn-lanes"
     if options.record is not None:

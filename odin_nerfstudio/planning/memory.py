@@ -29,7 +29,8 @@ STATISTICS_ROW = 3 * WORD
 SPLAT, SPLAT_GRADIENT = 11 * WORD, 10 * WORD
 """A splat on the wire, without its id, and its gradient."""
 GATHERED = 25
-"""About what rank 0 holds for each primitive of a sharded model while MCMC draws in proportion to all opacities."""
+"""About what rank 0 holds in host memory for each primitive of a sharded model while MCMC draws in proportion to all
+opacities."""
 RESTS_ON = (
     "(An estimate: bytes per primitive and row are exact, steps under way count with a full look-ahead, and every"
     " visible primitive with a gradient.)"
@@ -191,7 +192,7 @@ def rank_memory(shape: RunShape, footprint: Footprint, views: int) -> RankMemory
         work = own * (shadow_bytes(shape.degree) + staged) + all_lanes * steps * staged
     work += held * (tracking_bytes(shape) + (_CUDA_TEST if shape.cuda else 0))
     surgery = held * surgery_bytes(shape.degree)
-    if sharded and shape.strategy == "mcmc":
+    if sharded and shape.strategy == "mcmc" and not shape.cuda:
         surgery += GATHERED
     evidence = EVIDENCE * footprint.visible * views * held if shape.throughput else 0.0
     return RankMemory(held * state_bytes(shape).total, max(work, surgery), evidence)

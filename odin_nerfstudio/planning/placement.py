@@ -193,10 +193,6 @@ class PlacementAdvice:
 
     def advice(self) -> str:
         """One sentence or two."""
-        missing = self.wish.cuda and not SHARDED_ON_CUDA and self.ranks > 1
-        return self._advice() + (" (Placement sharded runs on the CPU only so far.)" if missing else "")
-
-    def _advice(self) -> str:
         replicated, sharded = self.most("replicated"), self.most("sharded")
         limits = (
             f"fits on one device up to {about(replicated)} primitives; sharded from there, up to {about(sharded)} on"
@@ -268,8 +264,6 @@ class PlacementAdvice:
         return "blocks of observed points" if self.wish.visible is None else self.wish.visible_of
 
 
-SHARDED_ON_CUDA = False
-"""Whether owners can project on CUDA devices."""
 FROM_RANKS = 8
 """Where both placements fit, sharded is advised from so many ranks on, if fewer bytes travel: below, what a view has to
 wait for at its owners, one way there and back, outweighs bytes (an expectation, see docs/scaling.md)."""

@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
 # What to run on the day a GPU is at hand. NOT YET RUN ON ONE: no machine with a GPU was at hand when this was written.
-# Installs nothing; takes less than 15 minutes. Every part has a hard time limit, so a hang ends as a failure.
+# Installs nothing; takes about 20 minutes. Every part has a hard time limit, so a hang ends as a failure.
 #   1. gsplat on CUDA against the CPU rasterizer: images and gradients, tolerances printed
-#   2. what the runtime does on a device, in small: pinned buffers, Adam in one kernel
+#   2. what the runtime does on a device, in small: pinned buffers, Adam in one kernel, the two stages of a view
 #   3. 200 steps of ns-train odin-splatfacto on a sample scene, and ns-eval of the result
 #   4. two ranks on one GPU over gloo: barrier twice and quality once. gsplat sums with atomics, so that even barrier
 #      differs from itself; quality may differ from barrier by three times as much (scripts/gpu_runs.py). Prints seconds,
 #      bytes and where the ranks' time went. A longer run densifies, with the ranks' copies compared. One rank is killed
 #      once: the job must end within 30 s
-#   5. the same over NCCL, where there are two GPUs
+#   5. placement sharded, each of the four methods: one rank, and two that share the GPU, against replicated, by the same
+#      rule; with poses, smoothing and geometric losses. Two longer runs densify, and one of them goes on replicated
+#   6. two ranks over NCCL, as in 4, where there are two GPUs
 # Usage: bash scripts/gpu_check.sh [folder for scene and outputs]
 set -euo pipefail
 
@@ -33,15 +35,39 @@ echo "== gsplat against the CPU rasterizer"
 limit 240 python "$repository/scripts/gpu_compare.py"
 
 echo "== parts of the runtime on a device"
-limit 120 python -m pytest -q "$repository/tests/test_device_transports.py" "$repository/tests/test_device_twins.py" -k "cuda"
+limit 180 python -m pytest -q "$repository/tests/test_device_transports.py" "$repository/tests/test_device_twins.py" \
+    "$repository/tests/test_device_stages.py" -k "cuda"
 
-# train NAME STEPS OPTION...: trains the sample scene into $work/runs/object/odin-splatfacto/NAME
+# train NAME STEPS OPTION...: trains the sample scene into $work/runs/object/$method/NAME
+method=odin-splatfacto
 train() {
     local name="$1" steps="$2" begin=$SECONDS
     shift 2
-    limit 150 ns-train odin-splatfacto --data "$work/object" --max-num-iterations "$steps" --vis tensorboard \
+    limit 150 ns-train "$method" --data "$work/object" --max-num-iterations "$steps" --vis tensorboard \
         --output-dir "$work/runs" --timestamp "$name" --machine.device-type cuda "$@"
-    echo "$name: $((SECONDS - begin)) s with start-up"
+    echo "$method $name: $((SECONDS - begin)) s with start-up"
+}
+
+# sharded METHOD OPTION...: replicated twice on one rank, then sharded on one and on two ranks of one device, compared
+sharded() {
+    local method="$1" runs="$work/runs/object/$1" other
+    shift
+    local same=(--pipeline.odin.views-per-step 2 "$@")
+    train whole 100 "${same[@]}"
+    train whole-again 100 "${same[@]}"
+    train sharded-1 100 "${same[@]}" --pipeline.odin.placement sharded
+    train sharded-2 100 "${same[@]}" --pipeline.odin.placement sharded --machine.num-devices 2
+    for other in sharded-1 sharded-2; do
+        python "$repository/scripts/gpu_runs.py" "$runs/whole" "$runs/whole-again" "$runs/$other"
+    done
+}
+
+# sharded_densifies METHOD OPTION...: a longer run on two ranks of one device
+sharded_densifies() {
+    local method="$1"
+    shift
+    train sharded-densify 300 --machine.num-devices 2 --pipeline.odin.placement sharded \
+        --pipeline.model.warmup-length 100 --pipeline.model.refine-every 40 "$@"
 }
 
 # two_ranks BACKEND: barrier twice and quality once on two ranks, compared; then a rank is killed
@@ -113,6 +139,20 @@ echo "== two ranks on one GPU, gloo"
     export CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0}"
     export CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES%%,*}"
     two_ranks gloo
+)
+
+echo "== placement sharded on one GPU"
+(
+    export CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0}"
+    export CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES%%,*}"
+    sharded odin-splatfacto --pipeline.model.camera-optimizer.mode SO3xR3
+    sharded odin-splatfacto-aa --pipeline.model.smooth-3d True
+    sharded odin-splatfacto-mcmc
+    sharded odin-2dgs --pipeline.model.normal-start-iter 20 --pipeline.model.distortion-start-iter 20 \
+        --pipeline.model.distortion-lambda 0.01
+    sharded_densifies odin-splatfacto-mcmc
+    sharded_densifies odin-splatfacto
+    train goes-on 20 --load-dir "$work/runs/object/odin-splatfacto/sharded-densify/nerfstudio_models"
 )
 
 if [ "$devices" -ge 2 ]; then

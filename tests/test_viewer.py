@@ -132,13 +132,13 @@ def open_viewer(browser: Browser, url: str) -> None:
 
 
 def final_frame(browser: Browser, path: Path) -> np.ndarray:
-    """The frame in full resolution, once it does not change any more."""
-    frames = [np.zeros(0)]
+    """The frame in full resolution, once it does not change any more: the resolution is shown before the frame is."""
+    frames = [np.zeros(0)] * 3
 
     def settled() -> bool:
         frames.append(picture(browser, path))
         full = re.search(r"Resolution: (\d+)x(\d+)px", browser.text())
-        still = np.array_equal(frames[-1], frames[-2])
+        still = all(np.array_equal(frames[-1], earlier) for earlier in frames[-4:-1])
         return bool(full) and max(map(int, full.groups())) == 512 and still and shows_a_scene(frames[-1])
 
     wait_until(settled, PATIENCE, "a settled frame of the scene in full resolution", every=1)

@@ -135,22 +135,22 @@ def gradient_of(leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf[0]) if leaf.grad is None else leaf.grad[0]
 
 
-class DeviceSplats:
-    """`stages.Splats` on a device."""
+class DeviceLeaves:
+    """Splats of a view on a device: their means first, their radii last, and what else travels as leaves between."""
 
-    columns: ClassVar[int] = SPLAT_COLUMNS
-    gradient_columns: ClassVar[int] = GRADIENT_COLUMNS
+    columns: ClassVar[int]
+    gradient_columns: ClassVar[int]
     has_norms: ClassVar[bool] = True
 
     def __init__(self, splats: Tensor, view: StageView) -> None:
         """
         Args:
-            splats: Projected splats, in the order of their primitives' rows. [V, SPLAT_COLUMNS] float32.
+            splats: Projected splats, in the order of their primitives' rows. [V, columns] float32.
 
         Raises:
             ValueError: Another shape or dtype.
         """
-        check_columns(splats, SPLAT_COLUMNS)
+        check_columns(splats, self.columns)
         self.view = view
         self.radii = splats[:, -1].int()
         """Radii in pixels. [V] int32."""
@@ -162,6 +162,17 @@ class DeviceSplats:
     def count(self) -> int:
         """Splats, V."""
         return self.radii.shape[0]
+
+    def gradients(self) -> Tensor:
+        """What the backward pass left, for `Projection.backward`. [V, gradient_columns] float32."""
+        return torch.cat((gradient_of(self.means2d), gradient_of(self._rest)), dim=1)
+
+
+class DeviceSplats(DeviceLeaves):
+    """`stages.Splats` on a device."""
+
+    columns: ClassVar[int] = SPLAT_COLUMNS
+    gradient_columns: ClassVar[int] = GRADIENT_COLUMNS
 
     def rasterize(
         self, background: Tensor | None = None, absgrad: bool = False, expected_depth: bool = False
@@ -191,7 +202,3 @@ class DeviceSplats:
             "gaussian_ids": None,
         }
         return image, alphas, info
-
-    def gradients(self) -> Tensor:
-        """What the backward pass left, for `Projection.backward`. [V, GRADIENT_COLUMNS] float32."""
-        return torch.cat((gradient_of(self.means2d), gradient_of(self._rest)), dim=1)

@@ -19,15 +19,14 @@ from torch import Tensor
 
 from odin_nerfstudio.rendering.device_stages import (
     TILE,
+    DeviceLeaves,
     DeviceProjection,
     camera_on,
     colors_of,
     expected,
-    gradient_of,
     intersections,
-    leaf_of,
 )
-from odin_nerfstudio.rendering.stages import Projection, StageView, check_columns
+from odin_nerfstudio.rendering.stages import Projection, StageView
 
 DEVICE_SURFEL_COLUMNS = 20
 DEVICE_SURFEL_GRADIENT_COLUMNS = 19
@@ -55,33 +54,11 @@ def project_surfels(
         return DeviceProjection.of(columns, radii[0], None)
 
 
-class DeviceSurfelSplats:
+class DeviceSurfelSplats(DeviceLeaves):
     """`surfel_stages.SurfelSplats` on a device."""
 
     columns: ClassVar[int] = DEVICE_SURFEL_COLUMNS
     gradient_columns: ClassVar[int] = DEVICE_SURFEL_GRADIENT_COLUMNS
-    has_norms: ClassVar[bool] = True
-
-    def __init__(self, splats: Tensor, view: StageView) -> None:
-        """
-        Args:
-            splats: Projected surfels, in the order of their primitives' rows. [V, DEVICE_SURFEL_COLUMNS] float32.
-
-        Raises:
-            ValueError: Another shape or dtype.
-        """
-        check_columns(splats, DEVICE_SURFEL_COLUMNS)
-        self.view = view
-        self.radii = splats[:, -1].int()
-        """Radii in pixels. [V] int32."""
-        self.means2d = leaf_of(splats[:, :2])
-        """Centres in pixels, a leaf. [1, V, 2]."""
-        self._rest = leaf_of(splats[:, 2:-1])
-
-    @property
-    def count(self) -> int:
-        """Surfels, V."""
-        return self.radii.shape[0]
 
     def rasterize(
         self, background: Tensor | None = None, expected_depth: bool = False, depth_mode: str = "expected"
@@ -117,7 +94,3 @@ class DeviceSurfelSplats:
             "gaussian_ids": None,
         }
         return image, alphas, facing @ to_world[0, :3, :3].T, surface, distortion, median, info
-
-    def gradients(self) -> Tensor:
-        """What the backward pass left, for `Projection.backward`. [V, DEVICE_SURFEL_GRADIENT_COLUMNS] float32."""
-        return torch.cat((gradient_of(self.means2d), gradient_of(self._rest)), dim=1)

@@ -128,7 +128,8 @@ class Engine(Drains):
     @property
     def lingers(self) -> bool:
         """Whether tasks of this rank wait for whole steps at the moment, because that is faster (`patience`)."""
-        return self.policy.partial and self.transport.world_size > 1 and self.frontier.patience.waits()
+        patience = self.frontier.patience
+        return self.policy.partial and self.transport.world_size > 1 and patience.waits() and (patience.price or 0) > 0
 
     def on_step(self, call: Callable[[StepRecord], None]) -> None:
         """Have a function called with the record of every step that is published entirely."""

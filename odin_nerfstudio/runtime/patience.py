@@ -10,6 +10,10 @@ are the same either way.
 
 from __future__ import annotations
 
+import logging
+
+logger = logging.getLogger(__name__)
+
 BLOCK = 16
 """Steps that are compared with as many."""
 _SETTLE = 2
@@ -73,7 +77,14 @@ class Patience:
         self._compared += 1
         found = self._in_parts - mean
         weight = max(_WEIGHT, 1 / max(1, self._compared - 1))  # the first one had cold caches
-        self.price = found if self.price is None else self.price + weight * (found - self.price)
+        before = self.price
+        self.price = found if before is None else before + weight * (found - before)
+        if (self.price > 0) != (before is not None and before > 0):
+            logger.info(
+                "publishing in parts takes %+.1f ms a step: %s",
+                1e3 * self.price,
+                "from now on tasks wait for whole steps" if self.price > 0 else "tasks no longer wait for whole steps",
+            )
 
 
 def _place(block: int) -> int | None:

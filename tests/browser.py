@@ -180,7 +180,7 @@ class Browser:
     # The page ---------------------------------------------------------------------------------------------------
 
     def open(self, url: str) -> None:
-        """Goes to ``url`` and waits until it is loaded.
+        """Goes to ``url`` and waits until it is loaded. Carets are hidden: they blink, and no picture would be final.
 
         Raises:
             AssertionError: the page cannot be reached or does not load within 60 s.
@@ -189,6 +189,13 @@ class Browser:
         if "errorText" in result:
             raise AssertionError(f"{url}: {result['errorText']}")
         wait_until(lambda: self.evaluate("document.readyState") == "complete", 60, f"loading {url}")
+        self.evaluate(
+            """{
+                const style = document.createElement("style");
+                style.textContent = "* { caret-color: transparent !important }";
+                document.head.append(style);
+            }"""
+        )
 
     def evaluate(self, expression: str) -> Any:
         """Value of a JavaScript expression in the page (a JSON value).

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import threading
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from odin_nerfstudio.glue.mcmc import OdinMcmcStrategy
 from odin_nerfstudio.glue.mcmc_shard import ShardMcmcStrategy
+from odin_nerfstudio.glue.panel_outputs import painted
 from odin_nerfstudio.rendering import rasterization, rasterization_2dgs
 from odin_nerfstudio.rendering.stages import Projection, StageView, ViewSplats, project, splats_on
 from odin_nerfstudio.rendering.surfel_stages import project_surfels, surfels_on
@@ -41,6 +43,7 @@ from odin_nerfstudio.runtime.keyed import derive_seed
 from odin_nerfstudio.runtime.noise import PositionNoise
 from odin_nerfstudio.runtime.policies import make_policy
 from odin_nerfstudio.runtime.reads import MAX_LAG, VisibilityReads
+from odin_nerfstudio.runtime.row_watch import KINDS
 from odin_nerfstudio.runtime.sharded.engine import ShardedEngine
 from odin_nerfstudio.runtime.sharded.requests import Requests
 from odin_nerfstudio.runtime.sharded.surgery import ShardStrategy
@@ -295,7 +298,7 @@ def sharded(run: Run, transport: Any) -> ShardedEngine:
         scene.structural, imbalance=run.imbalance,
     )  # fmt: skip
     holder.append(engine)
-    engine.requests = requests = Requests(engine)  # type: ignore[attr-defined]
+    engine.requests = requests = Requests(engine, colored)  # type: ignore[attr-defined]
     watcher = Watcher(requests, scene) if run.watch and transport.rank == 0 else None
     scene.strategy.engine = engine
     if isinstance(scene.strategy, ShardMcmcStrategy):
@@ -332,8 +335,13 @@ def sharded(run: Run, transport: Any) -> ShardedEngine:
     return engine
 
 
+def colored(rows: Mapping[str, Tensor], kind: str, values: Tensor | None) -> Mapping[str, Tensor]:
+    """The painter of real trainings."""
+    return painted(rows, kind, values, sh_degree=1, lookahead=MAX_LAG)
+
+
 class Watcher(threading.Thread):
-    """Asks for pictures all the time, as a viewer does, from a thread of its own."""
+    """Asks for pictures all the time, as a viewer does, from a thread of its own; also for what happens to rows."""
 
     def __init__(self, requests: Requests, scene: SplatScene) -> None:
         super().__init__(daemon=True)
@@ -343,8 +351,10 @@ class Watcher(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        while not self._ends:
-            splats = self._requests.splats(self._scene.view(0, 1), 0)
+        for shows in itertools.cycle((None, *KINDS)):
+            if self._ends:
+                return
+            splats = self._requests.splats(self._scene.view(0, 1), 0, shows=shows)
             with torch.no_grad():
                 assert bool(torch.isfinite(splats.rasterize()[0]).all())
             self.pictures += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,10 @@ from odin_nerfstudio.planning.report import make_report
 from odin_nerfstudio.planning.rlg import relative_locality_graph
 from odin_nerfstudio.planning.schedule import make_plan
 from odin_nerfstudio.planning.synthetic import aerial_tracks
-from odin_nerfstudio.rendering.stages import GRADIENT_COLUMNS, SPLAT_COLUMNS
+from odin_nerfstudio.rendering.device_stages import DeviceSplats
+from odin_nerfstudio.rendering.device_surfel_stages import DeviceSurfelSplats
+from odin_nerfstudio.rendering.stages import Splats
+from odin_nerfstudio.rendering.surfel_stages import SurfelSplats
 from odin_nerfstudio.runtime.evidence import EvidenceStore
 from odin_nerfstudio.runtime.messages import FRAME_WORDS, Contribution, Section, encode
 from odin_nerfstudio.runtime.shadow import ShadowPool
@@ -99,13 +103,20 @@ def test_work_is_as_large_as_its_tensors() -> None:
     head = FRAME_WORDS + 12
     assert 4 * (len(encode(message, first=True, rest=True)) - head) == n * memory.contribution_bytes(DEGREE)
 
-    splats = encode_splats(SplatPacket(0, 0, ids, torch.ones(n, SPLAT_COLUMNS)))
-    head = FRAME_WORDS + packets._SPLAT_HEAD
-    assert 4 * (len(splats) - head) == n * (memory.WORD + memory.SPLAT)
-    back = GradientPacket(0, 0, n, torch.arange(n), torch.ones(n, GRADIENT_COLUMNS), torch.ones(n))
-    bits, head = 4 * -(-n // 32), FRAME_WORDS + packets._GRADIENT_HEAD
-    words = encode_gradients(back)
-    assert 4 * (len(words) - head) == n * (memory.SPLAT_GRADIENT + memory.WORD) + bits
+    kinds: tuple[tuple[memory.Splats, bool, Any], ...] = (
+        ("gaussians", False, Splats),
+        ("gaussians", True, DeviceSplats),
+        ("surfels", False, SurfelSplats),
+        ("surfels", True, DeviceSurfelSplats),
+    )
+    for splats, cuda, kind in kinds:
+        splat, gradient = memory.splat_bytes(splats, cuda)
+        words = encode_splats(SplatPacket(0, 0, ids, torch.ones(n, kind.columns)))
+        assert 4 * (len(words) - FRAME_WORDS - packets._SPLAT_HEAD) == n * (memory.WORD + splat)
+        norms = torch.ones(n) if kind.has_norms else None
+        words = encode_gradients(GradientPacket(0, 0, n, torch.arange(n), torch.ones(n, kind.gradient_columns), norms))
+        bits, head = 4 * -(-n // 32), FRAME_WORDS + packets._GRADIENT_HEAD
+        assert 4 * (len(words) - head) == n * gradient + bits
 
     evidence = EvidenceStore(tail=0.0)
     evidence.learn(table, 0, 0, [(ids, torch.ones(n, table.layout(0).total))])
@@ -152,7 +163,7 @@ def test_what_fits_and_what_travels() -> None:
     found = json.loads(json.dumps(report.numbers()))["placement"]
     assert found["device_memory"] == bytes_ > 1e8 and found["replicated"]["state_bytes_per_primitive"] == 725
     labels = dict(report.rows())
-    assert source in labels["memory per device"] and "estimated" in labels["expected primitives"]
+    assert source in labels["memory per device"] and "estimated" in labels["expected gaussians"]
 
 
 def test_footprints_fill_what_sfm_missed() -> None:

@@ -15,7 +15,8 @@ from training import sample_scene
 
 from odin_nerfstudio.glue import panel_text
 from odin_nerfstudio.glue.panel_text import Position, Rates
-from odin_nerfstudio.runtime.row_watch import CONFLICTS, LAG, WRITER, RowWatch
+from odin_nerfstudio.runtime.row_watch import CONFLICTS, KINDS, LAG, WRITER, RowWatch
+from odin_nerfstudio.runtime.sharded.watch import SPAN, OwnerWatch
 from odin_nerfstudio.runtime.status import RankStatus, StatusBoard
 from odin_nerfstudio.runtime.store import RowTable, ViewRow
 from odin_nerfstudio.runtime.telemetry import Telemetry
@@ -50,6 +51,33 @@ def test_rows_are_counted_on_request_and_follow_surgery() -> None:
     watch.wanted = False
     watch.begin()
     assert not {CONFLICTS, LAG, WRITER} & set(table.arrays.names())
+
+
+def test_owners_count_while_they_are_asked() -> None:
+    table = table_of(4)
+    watch, ids = OwnerWatch(table), torch.tensor([0, 1, 2], dtype=torch.int32)
+    watch.step(5)
+    watch.refused(5, 0, ids)  # costs nothing while nobody has asked
+    assert not watch.active and watch.values(CONFLICTS, 5) is None  # that was the first question
+    watch.step(6)
+    table.versions.copy_(torch.tensor([6, 5, 6, 4]))
+    watch.refused(6, 1, ids)
+    table.versions[1] = 6
+    watch.refused(6, 1, ids)  # still closed, for another reason
+    watch.projected(6, 1, ids)
+    watch.returned(ids[1:], 3)
+    values = {kind: watch.values(kind, 6) for kind in KINDS}
+    assert values[CONFLICTS].tolist() == pytest.approx([0, 0.1, 0, 0])  # type: ignore[union-attr]
+    assert values[LAG].tolist() == pytest.approx([0, 0, 0, 0.4])  # type: ignore[union-attr]
+    assert values[WRITER].tolist() == [-1, 3, 3, -1]  # type: ignore[union-attr]
+    watch.restart()
+    assert not watch.active and CONFLICTS not in table.arrays  # other rows
+    watch.step(7)
+    assert watch.active
+    watch.step(6 + SPAN)
+    assert watch.active
+    watch.step(7 + SPAN)
+    assert not watch.active
 
 
 def boards() -> tuple[list[StatusBoard], list[Telemetry]]:

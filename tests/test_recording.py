@@ -85,6 +85,23 @@ def test_a_training_and_its_checkpoint_are_recorded(recorded: Any, tmp_path: Pat
     assert np.mean(overlaps) > 0.9 and np.mean(masses) > 0.4
 
 
+@pytest.mark.parametrize(
+    "method, sizes",
+    [("odin-2dgs", (96, 80, 0)), ("odin-splatfacto-mcmc", (48, 40, 4)), ("odin-splatfacto-aa", (48, 40, 4))],
+)
+def test_every_method_can_be_simulated_sharded(
+    recorded: Any, method: str, sizes: tuple[int, int, int], tmp_path: Path, capsys: Any
+) -> None:
+    """Its two stages are measured, and what travels is as large as its splats are."""
+    trainer = train(small_config(recorded[0], tmp_path, 12, method=method))
+    stages = record_checkpoint(trainer.base_dir / "config.yml", tmp_path / "recorded", repeats=1).stages
+    assert stages is not None and stages.project.row > 0 and stages.back.row > 0 and 0.05 <= stages.pixels <= 1
+    assert (stages.splat_bytes, stages.gradient_bytes, stages.norm_bytes) == sizes
+    assert load_recording(tmp_path / "recorded").stages == stages
+    SimulateCommand(trace=tmp_path / "recorded", ranks=2, link=["1Gbit/s,1ms"], placement="sharded").run()
+    assert "throughput" in capsys.readouterr().out
+
+
 def test_commands_simulate_a_recording(recorded: Any, tmp_path: Path, capsys: Any) -> None:
     scene, folder, _, live = recorded
     numbers = tmp_path / "simulated.json"

@@ -14,6 +14,7 @@ from own_method import odin_glow
 from ranks import run_on_ranks
 from training import differences, sample_scene, small_config
 
+from odin_nerfstudio.glue.panel_outputs import ShardColors
 from odin_nerfstudio.glue.sharding import refusal
 
 STEPS, MIDDLE = 36, 20
@@ -48,9 +49,9 @@ RESUMED = ("aa", "views")
 
 
 def look(trainer: Any) -> None:
-    """Renders a view again and again in a thread, as nerfstudio's viewer does."""
+    """Renders a view again and again in a thread, as nerfstudio's viewer does; what it saw goes to a file."""
     model, camera = trainer.pipeline.model, trainer.pipeline.datamanager.train_dataset.cameras[0:1]
-    seen = trainer.base_dir / "pictures"
+    seen, colors = trainer.base_dir / "pictures", ShardColors(model, trainer.viewer_state)
     half, nothing = (OrientedBox.from_params((x, 0.0, 0.0), (0.0, 0.0, 0.0), (8.0, 8.0, 8.0)) for x in (4.0, 100.0))
 
     def render() -> None:
@@ -58,12 +59,15 @@ def look(trainer: Any) -> None:
             with trainer.train_lock, torch.no_grad():
                 model.eval()
                 outputs = [model.get_outputs_for_camera(camera, box) for box in (None, half, nothing)]
+                writers = colors._render("odin_writer", camera)
                 model.train()
             rgb, (all_of_it, some, none) = outputs[0]["rgb"], [float(o["accumulation"].mean()) for o in outputs]
             assert all_of_it > some > none == 0
             assert rgb.shape == (72, 96, 3) and bool(torch.isfinite(rgb).all())
+            blue = writers[..., 2] - writers[..., 0]  # written by rank 0, by rank 1: blue, orange
+            both = bool(blue.max() > 0.15 and blue.min() < -0.15)
             with seen.open("a") as file:
-                file.write(".")
+                file.write("c" if both else ".")
             time.sleep(0.02)
 
     threading.Thread(target=render, daemon=True).start()
@@ -101,7 +105,8 @@ def test_checkpoints_are_those_of_replicated_training(runs: Path) -> None:
 
 
 def test_a_viewer_gets_its_pictures_meanwhile(runs: Path) -> None:
-    assert len(next(runs.rglob("pictures")).read_text()) >= 2
+    seen = next(runs.rglob("pictures")).read_text()
+    assert len(seen) >= 2 and "c" in seen  # primitives in the colours of both ranks
 
 
 def test_goes_on_from_a_checkpoint_of_the_other_placement(runs: Path) -> None:

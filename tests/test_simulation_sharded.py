@@ -17,11 +17,11 @@ from odin_nerfstudio.simulation.cluster import MODES, Setup, plan_of
 from odin_nerfstudio.simulation.fabric import Fabric, FabricNetwork
 from odin_nerfstudio.simulation.network import Link
 from odin_nerfstudio.simulation.scene import Scene
-from odin_nerfstudio.simulation.shard_rank import GRADIENT_BYTES, SPLAT_BYTES
 from odin_nerfstudio.simulation.sharded import ShardedOutcome, compare_sharded, simulate_sharded
 from odin_nerfstudio.simulation.shards import Cut, ShardedScene
 
 HEADER = 4 * 22
+SPLAT_BYTES, GRADIENT_BYTES = 60, 30
 FREE = Link("free", float("inf"), 0.0)
 
 
@@ -80,7 +80,7 @@ def test_far_owners_hold_nobody_up() -> None:
 
 def test_messages_take_their_time_twice() -> None:
     """Views swapped: each rank renders what the other owns. One way there, one back, then the next step."""
-    sharded = scene_with(HALVES, [1.0, 1.0], 100)
+    sharded = scene_with(HALVES, [1.0, 1.0], 100, splat_bytes=SPLAT_BYTES, gradient_bytes=GRADIENT_BYTES)
     plan = Fixed([[0, 1], [1, 0]], 2)
     outcome = simulate_sharded(sharded, plan, Setup(2, 2, Link("slow", 1e4, 0.5)), "barrier")
     far = 2 * (HEADER + 40 * SPLAT_BYTES + HEADER + 40 / 8 + 40 * GRADIENT_BYTES)

@@ -17,7 +17,7 @@ from nerfstudio.viewer.viewer import Viewer
 
 from odin_nerfstudio.glue import panel_text
 from odin_nerfstudio.glue.compat import viewer_tab
-from odin_nerfstudio.glue.panel_outputs import RowColors
+from odin_nerfstudio.glue.panel_outputs import ReplicaColors, RowColors, ShardColors
 from odin_nerfstudio.glue.panel_text import Position, Rates
 from odin_nerfstudio.glue.splats import OdinSplats
 from odin_nerfstudio.runtime.barrier_estimate import BarrierEstimate
@@ -57,8 +57,11 @@ class OdinPanel:
             legend = gui.add_markdown("")
         self._colors: RowColors | None = None
         watch: RowWatch | None = getattr(runner.engine, "row_watch", None)  # where every rank has all primitives
-        if watch is not None and isinstance(model := runner.model, OdinSplats):
-            self._colors = RowColors(model, watch, runner.engine.lookahead, viewer)
+        if isinstance(model := runner.model, OdinSplats):
+            if watch is None:
+                self._colors = ShardColors(model, viewer)
+            else:
+                self._colors = ReplicaColors(model, viewer, watch, runner.engine.lookahead)
             model.viewer_outputs = self._colors.add
             legend.content = panel_text.legend(ranks)
         self._server.on_client_connect(lambda _: self._connected.set())

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from nerfstudio.models.splatfacto import RGB2SH, SH2RGB
@@ -34,8 +35,8 @@ _DIM = 0.55
 class RowColors:
     """Adds the outputs to what the viewer's render threads get from a model."""
 
-    def __init__(self, model: OdinSplats, watch: RowWatch, lookahead: int, viewer: Viewer) -> None:
-        self._model, self._watch, self._lookahead, self._viewer = model, watch, lookahead, viewer
+    def __init__(self, model: OdinSplats, viewer: Viewer) -> None:
+        self._model, self._viewer = model, viewer
 
     def chosen(self) -> set[str]:
         """The outputs that the viewer shows."""
@@ -44,7 +45,6 @@ class RowColors:
 
     def choose(self, watched: bool) -> None:
         """Has the runtime count what is shown, or nothing. watched: a browser is connected."""
-        self._watch.wanted = watched and bool(self.chosen())
 
     def add(self, outputs: dict[str, Any], camera: Cameras) -> dict[str, Any]:
         """The outputs of a model and these, ``[H, W, 3]``; only in a render thread of the viewer, which holds the
@@ -53,7 +53,7 @@ class RowColors:
             return outputs
         chosen = self.chosen()
         if chosen:
-            self._watch.wanted = True
+            self.choose(True)
         height, width = outputs["rgb"].shape[:2]
         blank = torch.zeros(1, device=outputs["rgb"].device).expand(height, width, 3)
         added = {name: self._render(name, camera) if name in chosen else blank for name in OUTPUTS}
@@ -65,32 +65,63 @@ class RowColors:
 
         The viewer may abort a render at any line of Python, so the model itself is left alone.
         """
-        model = self._model
-        params = dict(model.gauss_params.items())
-        colors = self.colors(name)
-        if model.config.sh_degree > 0:
-            params["features_dc"] = RGB2SH(colors)
-            params["features_rest"] = torch.zeros_like(params["features_rest"])
-        else:
-            params["features_dc"] = torch.logit(colors, eps=1e-6)
-        twin = copy.copy(model)
-        twin.__dict__ = {**model.__dict__, "_modules": {**model._modules}}
-        twin._modules["gauss_params"] = torch.nn.ParameterDict(
-            {key: torch.nn.Parameter(value.detach(), requires_grad=False) for key, value in params.items()}
-        )
+        twin = copy.copy(self._model)
+        twin.__dict__ = {**self._model.__dict__, "_modules": {**self._model._modules}}
+        self._recolor(twin, OUTPUTS[name])
         return twin.get_outputs(camera)["rgb"]  # type: ignore[return-value]
 
-    def colors(self, name: str) -> Tensor:
-        """Colour of every primitive. [N, 3], 0 to 1."""
-        base = self._model.gauss_params["features_dc"].detach()
-        rgb = SH2RGB(base) if self._model.config.sh_degree > 0 else torch.sigmoid(base)
-        gray = rgb.clamp(0, 1).mean(dim=-1, keepdim=True)
-        values = self._watch.values(OUTPUTS[name])
-        if values is None:
-            return (_DIM * gray).expand(-1, 3)
-        tint, share = _TINTS[name](values, self._lookahead)
-        shaded = tint * (0.45 + 0.55 * gray)
-        return (1 - share) * _DIM * gray + share * shaded
+    def _recolor(self, twin: OdinSplats, kind: str) -> None:
+        """Give a twin the colours that show something."""
+        raise NotImplementedError
+
+
+class ReplicaColors(RowColors):
+    """Where every rank has all primitives."""
+
+    def __init__(self, model: OdinSplats, viewer: Viewer, watch: RowWatch, lookahead: int) -> None:
+        super().__init__(model, viewer)
+        self._watch, self._lookahead = watch, lookahead
+
+    def choose(self, watched: bool) -> None:
+        self._watch.wanted = watched and bool(self.chosen())
+
+    def _recolor(self, twin: OdinSplats, kind: str) -> None:
+        params = {name: row.detach() for name, row in twin.gauss_params.items()}
+        params = painted(params, kind, self._watch.values(kind), twin.config.sh_degree, self._lookahead)
+        twin._modules["gauss_params"] = torch.nn.ParameterDict(
+            {key: torch.nn.Parameter(value, requires_grad=False) for key, value in params.items()}
+        )
+
+
+class ShardColors(RowColors):
+    """Where primitives are sharded: owners paint their own, and count while they are asked for it."""
+
+    def _recolor(self, twin: OdinSplats, kind: str) -> None:
+        twin.remote = partial(cast(Any, twin).remote, shows=kind)  # type: ignore[attr-defined]
+
+
+def painted(
+    rows: Mapping[str, Tensor], kind: str, values: Tensor | None, sh_degree: int, lookahead: int
+) -> dict[str, Tensor]:
+    """Parameters of primitives with colours that show something.
+
+    Args:
+        rows: By name, [n, ...].
+        kind: One of `row_watch.KINDS`.
+        values: What `RowWatch` has of it for these rows, [n]; None: nothing is counted, all are gray.
+        sh_degree: The model's.
+        lookahead: Steps that a row can lag.
+    """
+    base = rows["features_dc"].detach()
+    rgb = SH2RGB(base) if sh_degree > 0 else torch.sigmoid(base)
+    gray = rgb.clamp(0, 1).mean(dim=-1, keepdim=True)
+    colors = (_DIM * gray).expand(-1, 3)
+    if values is not None:
+        tint, share = _TINTS[kind](values, lookahead)
+        colors = (1 - share) * colors + share * tint * (0.45 + 0.55 * gray)
+    if sh_degree == 0:
+        return {**rows, "features_dc": torch.logit(colors, eps=1e-6)}
+    return {**rows, "features_dc": RGB2SH(colors), "features_rest": torch.zeros_like(rows["features_rest"])}
 
 
 def _conflict_tint(values: Tensor, _lookahead: int) -> tuple[Tensor, Tensor]:
@@ -108,9 +139,9 @@ def _writer_tint(values: Tensor, _lookahead: int) -> tuple[Tensor, Tensor]:
 
 
 _TINTS: dict[str, Callable[[Tensor, int], tuple[Tensor, Tensor]]] = {
-    "odin_conflicts": _conflict_tint,
-    "odin_lag": _lag_tint,
-    "odin_writer": _writer_tint,
+    CONFLICTS: _conflict_tint,
+    LAG: _lag_tint,
+    WRITER: _writer_tint,
 }
 
 

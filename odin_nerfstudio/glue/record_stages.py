@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from odin_nerfstudio.glue.odin_model import OdinSplatfactoModel
-from odin_nerfstudio.glue.sharded_runner import ModelProjector
+from odin_nerfstudio.glue.sharded_runner import ModelProjector, shard_strategy
+from odin_nerfstudio.glue.sharding import renders_in_stages
+from odin_nerfstudio.rendering.stages import ViewSplats
 from odin_nerfstudio.runtime import rows
 from odin_nerfstudio.runtime.shadow import ShadowPool, Task
 from odin_nerfstudio.runtime.sharded.packets import SplatPacket
@@ -39,10 +41,18 @@ def measure_stages(trainer: OdinTrainer, compute: dict[int, float]) -> StageCost
         None where placement sharded cannot train the model, which has no stages then, and where calls return before
         their work is done, on CUDA.
     """
-    model = trainer.pipeline.model
-    if type(model) is not OdinSplatfactoModel or model.device.type != "cpu":
+    model = cast(OdinSplatfactoModel, trainer.pipeline.model)
+    if not renders_in_stages(type(model)) or model.device.type != "cpu":
         return None
-    stages = _Stages(trainer)
+    whole = model.strategy
+    try:
+        model.strategy = cast(Any, shard_strategy(whole))  # a whole model's wants what the first stage keeps
+        return _measured(_Stages(trainer), compute)
+    finally:
+        model.remote, model.strategy = None, whole
+
+
+def _measured(stages: _Stages, compute: dict[int, float]) -> StageCosts:
     times: dict[str, tuple[list[float], list[float]]] = {k: ([], []) for k in ("project", "back", "merge", "split")}
     shares = []
     views = sorted(compute)[:: max(1, len(compute) // VIEWS)][:VIEWS]
@@ -55,9 +65,15 @@ def measure_stages(trainer: OdinTrainer, compute: dict[int, float]) -> StageCost
                 seconds.append(best[name])
             if parts == 1:
                 shares.append(best["pixels"] / compute[view])
-    model.remote = None
     fitted = {name: Linear.fit(*measured) for name, measured in times.items()}
-    return StageCosts(**fitted, pixels=float(np.clip(statistics.median(shares), 0.05, 1.0)))
+    kind = stages.kind
+    return StageCosts(
+        **fitted,
+        pixels=float(np.clip(statistics.median(shares), 0.05, 1.0)),
+        splat_bytes=4 * (1 + kind.columns),
+        gradient_bytes=4 * kind.gradient_columns,
+        norm_bytes=4 * kind.has_norms,
+    )
 
 
 class _Stages:
@@ -68,6 +84,11 @@ class _Stages:
         self._model = cast(OdinSplatfactoModel, trainer.pipeline.model)
         self._projector = ModelProjector(self._model, trainer.pipeline.datamanager.train_dataset.cameras)
         self._pool, self._step = ShadowPool(self._table), trainer._start_step
+
+    @property
+    def kind(self) -> type[ViewSplats]:
+        """What travels."""
+        return self._projector.kind
 
     def run(self, view: int, parts: int) -> dict[str, tuple[int, float]]:
         """Rows and seconds of each part, where the view sees only the first of so many parts of its candidates."""
@@ -91,7 +112,9 @@ class _Stages:
         task = Task(step, 0, view)
         self._render(task, merged)
         times.append(now())
-        norms = norms_of(table.statistics, step, self._model.info, merged.splats.count)
+        norms = None
+        if self.kind.has_norms:
+            norms = norms_of(table.statistics, step, self._model.info, merged.splats.count)
         back = merged.gradients(task, norms)
         times.append(now())
         active = torch.cat([back[0].rows, half + back[1].rows])

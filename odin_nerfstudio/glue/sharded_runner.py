@@ -19,6 +19,7 @@ from odin_nerfstudio.glue.mcmc import OdinMcmcStrategy
 from odin_nerfstudio.glue.mcmc_shard import ShardMcmcStrategy
 from odin_nerfstudio.glue.odin_model import FAR_PLANE, NEAR_PLANE, OdinSplatfactoModel
 from odin_nerfstudio.glue.odin_pipeline import OdinPipeline
+from odin_nerfstudio.glue.panel_outputs import painted
 from odin_nerfstudio.glue.shard_rows import cut_model, rows_of, shard_tree
 from odin_nerfstudio.glue.step_runner import StepRunner
 from odin_nerfstudio.glue.step_timer import StepTimer
@@ -171,7 +172,7 @@ class ShardedRunner(StepRunner):
             pose_backward=self.projector.pose_backward if any(v.name == CAMERAS for v in views) else None,
         )
         strategy.engine = self.engine
-        self.requests = Requests(self.engine)
+        self.requests = Requests(self.engine, self._painted)
         if isinstance(strategy, ShardMcmcStrategy):
             strategy.requests = self.requests
         for noise in (table.noise, getattr(table.reads, "noise", None)):
@@ -200,15 +201,22 @@ class ShardedRunner(StepRunner):
             term, gradient=lambda step, _, values: term.gradient(step, self.engine.owner.total, values)
         )
 
-    def _splats_of(self, view: dict[str, Any]) -> ViewSplats:
-        """What the model's ``render`` rasterizes: the task's splats or, for any other picture, what owners answer."""
+    def _painted(self, rows: Mapping[str, Tensor], kind: str, values: Tensor | None) -> Mapping[str, Tensor]:
+        """Rows with colours that show what happens to them."""
+        return painted(rows, kind, values, self._model.config.sh_degree, self.engine.owner.lookahead)
+
+    def _splats_of(self, view: dict[str, Any], shows: str | None = None) -> ViewSplats:
+        """What the model's ``render`` rasterizes: the task's splats or, for any other picture, what owners answer.
+
+        shows: One of `row_watch.KINDS`, to be seen instead of colours.
+        """
         if self._splats is not None and threading.get_ident() == self._training:
             return self._splats
         with_depth = view["render_mode"] != "RGB"
         stage = self.projector.stage_view(view["viewmats"], view["Ks"], view["width"], view["height"], with_depth)
         box = self._model.crop_box
         crop = None if box is None else Crop(box.R.float(), box.T.float(), box.S.float())
-        return self.requests.splats(stage, self._model.step, crop)
+        return self.requests.splats(stage, self._model.step, crop, shows)
 
     def _run_task(self, task: Task, with_metrics: bool) -> tuple[torch.Tensor, dict[str, Any]]:
         model, timer, lanes = self._model, self.timer, self.plan.views_per_step

@@ -11,6 +11,7 @@ from typing import Literal
 
 Placement = Literal["replicated", "sharded"]
 Strategy = Literal["default", "mcmc"]
+Splats = Literal["gaussians", "surfels"]
 
 WORD = 4
 """Bytes of a float32 or int32."""
@@ -26,8 +27,6 @@ EVIDENCE_LIMIT = 1 << 30
 """Most bytes of evidence on a rank."""
 STATISTICS_ROW = 3 * WORD
 """Statistics of a visible row on the wire: id, norm of the 2D gradient, radius."""
-SPLAT, SPLAT_GRADIENT = 11 * WORD, 10 * WORD
-"""A splat on the wire, without its id, and its gradient."""
 GATHERED = 25
 """About what rank 0 holds in host memory for each primitive of a sharded model while MCMC draws in proportion to all
 opacities."""
@@ -51,6 +50,13 @@ def columns(degree: int) -> int:
     if not 0 <= degree <= 4:
         raise ValueError(f"harmonics: degree {degree} is not within 0 to 4")
     return _BASE + 3 * ((degree + 1) ** 2 - 1)
+
+
+def splat_bytes(splats: Splats, cuda: bool) -> tuple[int, int]:
+    """A splat on the wire, without its id, and its gradient, with its norm for the statistics where that travels."""
+    if splats == "gaussians":
+        return 11 * WORD, 11 * WORD
+    return (20 * WORD, 20 * WORD) if cuda else (23 * WORD, 20 * WORD)
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,7 @@ class RunShape:
         lookahead: Steps that ranks may be ahead of the oldest incomplete one.
         throughput: Mode throughput, which keeps evidence.
         cuda: Rows live on a CUDA device, where gradients are summed in a dense tensor.
+        splats: What primitives are; surfels (odin-2dgs) are larger as splats.
     """
 
     placement: Placement = "replicated"
@@ -89,6 +96,7 @@ class RunShape:
     lookahead: int = 2
     throughput: bool = False
     cuda: bool = False
+    splats: Splats = "gaussians"
 
 
 @dataclass(frozen=True)
@@ -186,8 +194,9 @@ def rank_memory(shape: RunShape, footprint: Footprint, views: int) -> RankMemory
     staged = contribution_bytes(shape.degree)
     if sharded:
         # an owner keeps shadow and splats of a lane until gradients are back, then their sum; a renderer all splats
-        kept = max(shadow_bytes(shape.degree) + 2 * SPLAT, staged)
-        work = held * all_lanes * steps * kept + own * (steps * (WORD + SPLAT) + SPLAT + 2 * SPLAT_GRADIENT)
+        splat, gradient = splat_bytes(shape.splats, shape.cuda)
+        kept = max(shadow_bytes(shape.degree) + 2 * splat, staged)
+        work = held * all_lanes * steps * kept + own * (steps * (WORD + splat) + splat + 2 * gradient)
     else:
         work = own * (shadow_bytes(shape.degree) + staged) + all_lanes * steps * staged
     work += held * (tracking_bytes(shape) + (_CUDA_TEST if shape.cuda else 0))
@@ -213,17 +222,18 @@ class LinkBytes:
     dense: float
 
 
-def link_bytes(ranks: int, views_per_step: int, degree: int, footprint: Footprint, touched: float) -> LinkBytes:
+def link_bytes(shape: RunShape, footprint: Footprint, touched: float) -> LinkBytes:
     """What a step sends, if every visible row has a gradient (an upper bound: late in training half of them have).
 
     touched: Share of the primitives that some view of a step sees.
     """
-    seen, others = views_per_step * footprint.visible, ranks - 1
+    ranks, degree = shape.ranks, shape.degree
+    seen, others = shape.views_per_step * footprint.visible, ranks - 1
     row = WORD + WORD * columns(degree)
     direct = seen * row * others
     through = seen * WORD * others + seen * WORD * columns(degree) * others / ranks + touched * row * others
     statistics = seen * STATISTICS_ROW * others
-    splat = WORD + SPLAT + SPLAT_GRADIENT + WORD + 1 / 8  # with the norm for the statistics and a bit in the mask
+    splat = WORD + sum(splat_bytes(shape.splats, shape.cuda)) + 1 / 8  # with a bit in the mask
     return LinkBytes(
         replicated=statistics + (min(direct, through) if ranks > 2 else direct),
         sharded=seen * footprint.far * splat,

@@ -15,7 +15,7 @@ import numpy as np
 from scipy import sparse
 
 from odin_nerfstudio.planning import memory
-from odin_nerfstudio.planning.memory import Footprint, LinkBytes, Placement, RankMemory, RunShape, Strategy
+from odin_nerfstudio.planning.memory import Footprint, LinkBytes, Placement, RankMemory, RunShape, Splats, Strategy
 from odin_nerfstudio.planning.shards import assign, divide
 from odin_nerfstudio.planning.tracks import FRUSTA, Tracks
 
@@ -142,6 +142,7 @@ class Wish:
         degree: Of the spherical harmonics.
         strategy: See `memory.RunShape`.
         cuda: Rows live on a CUDA device.
+        splats: See `memory.RunShape`.
         visible: Share of the primitives that a view sees, from a recording; None: from footprints.
         visible_of: Where that number is from.
     """
@@ -153,6 +154,7 @@ class Wish:
     degree: int = 3
     strategy: Strategy = "default"
     cuda: bool = False
+    splats: Splats = "gaussians"
     visible: float | None = None
     visible_of: str = "the recording"
 
@@ -226,6 +228,7 @@ class PlacementAdvice:
             "primitives_of": self.primitives_of,
             "degree": self.wish.degree,
             "strategy": self.wish.strategy,
+            "splats": self.wish.splats,
             "visible_share": self.footprint.visible,
             "owned_elsewhere": self.footprint.far,
             "dense_bytes_per_step": self.link.dense * self.primitives,
@@ -248,7 +251,7 @@ class PlacementAdvice:
             return ", ".join(f"{p} {n[p][key] / unit:,.2f} {name}" for p in self.memory)
 
         return [
-            ("expected primitives", f"{self.primitives:,} ({self.primitives_of}), harmonics to degree "
+            (f"expected {self.wish.splats}", f"{self.primitives:,} ({self.primitives_of}), harmonics to degree "
                                     f"{self.wish.degree}, strategy {self.wish.strategy}"),
             ("memory per device", f"{both('memory_per_rank', 1e9, 'GB')} of {self.wish.memory / 1e9:,.1f} GB "
                                   f"({self.wish.memory_of}; {memory.RESERVE:.0%} left to rendering)"),
@@ -313,11 +316,12 @@ def advise(tracks: Tracks, plan: Plan, wish: Wish) -> PlacementAdvice:
     shapes: dict[Placement, RunShape] = {
         placement: RunShape(
             placement, plan.ranks, plan.views_per_step, wish.degree, wish.strategy, cuda=wish.cuda,
+            splats=wish.splats,
         )
         for placement in ("replicated", "sharded")
     }  # fmt: skip
     return PlacementAdvice(
         wish, plan.ranks, primitives, source, footprint,
         {placement: memory.rank_memory(shape, footprint, plan.views) for placement, shape in shapes.items()},
-        memory.link_bytes(plan.ranks, plan.views_per_step, wish.degree, footprint, touched),
+        memory.link_bytes(shapes["sharded"], footprint, touched),
     )  # fmt: skip

@@ -12,6 +12,7 @@ from torch import Tensor
 from odin_nerfstudio.runtime.store import RowTable
 
 CONFLICTS, LAG, WRITER = "watch.conflicts", "watch.lag", "watch.writer"
+KINDS = (CONFLICTS, LAG, WRITER)
 _MEMORY = 0.9
 """What a read leaves of the conflict rate of the reads before."""
 _LAG_MEMORY = 0.8
@@ -39,7 +40,7 @@ class RowWatch:
             arrays.add(LAG, torch.zeros(table.count, device=table.device), 0)
             arrays.add(WRITER, torch.full((table.count,), -1, dtype=torch.int16, device=table.device), None)
         else:
-            for name in (CONFLICTS, LAG, WRITER):
+            for name in KINDS:
                 arrays.drop(name)
         self.active = self.wanted
 

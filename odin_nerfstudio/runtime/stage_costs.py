@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -38,6 +39,7 @@ class Linear:
 
 
 _PARTS = ("project", "back", "merge", "split")
+_BYTES = ("splat_bytes", "gradient_bytes", "norm_bytes")
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,9 @@ class StageCosts:
         merge: Putting the owners' splats together at the view's rank, by the number of splats.
         split: Taking the splats' gradients apart, by the number of splats.
         pixels: Share of a view's compute time, as recorded in one piece, that its rank still has.
+        splat_bytes: A splat that travels, with its number.
+        gradient_bytes: Its gradient.
+        norm_bytes: What goes with that where densification statistics are kept.
     """
 
     project: Linear = Linear()
@@ -57,19 +62,23 @@ class StageCosts:
     merge: Linear = Linear()
     split: Linear = Linear()
     pixels: float = 1.0
+    splat_bytes: int = 48
+    gradient_bytes: int = 40
+    norm_bytes: int = 4
 
     def faster(self, speed: float, call_speed: float) -> StageCosts:
         """On other devices; see `Linear.faster`."""
         parts = {name: getattr(self, name).faster(speed, call_speed) for name in _PARTS}
-        return StageCosts(**parts, pixels=self.pixels)
+        return replace(self, **parts)
 
     def as_dict(self) -> dict[str, float]:
         """Plain values, for a file."""
         out = {f"{name} {key}": value for name in _PARTS for key, value in vars(getattr(self, name)).items()}
-        return out | {"pixels": self.pixels}
+        return out | {name: getattr(self, name) for name in ("pixels", *_BYTES)}
 
     @staticmethod
     def from_dict(values: dict[str, float]) -> StageCosts:
         """What `as_dict` gave."""
-        parts = {name: Linear(values[f"{name} call"], values[f"{name} row"]) for name in _PARTS}
-        return StageCosts(**parts, pixels=values["pixels"])
+        found: dict[str, Any] = {name: Linear(values[f"{name} call"], values[f"{name} row"]) for name in _PARTS}
+        found |= {name: int(values[name]) for name in _BYTES if name in values}  # older files have Gaussians only
+        return StageCosts(**found, pixels=values["pixels"])

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from odin_nerfstudio.rendering.stages import GRADIENT_COLUMNS, SPLAT_COLUMNS
 from odin_nerfstudio.runtime.frontier import TaskPlan
 from odin_nerfstudio.runtime.gate import BARRIER, DRAIN, LOOKAHEAD, RAW, STRUCTURAL, GatePolicy
 from odin_nerfstudio.runtime.messages import FRAME_WORDS
@@ -28,9 +27,6 @@ from odin_nerfstudio.simulation.shard_owner import SimulatedOwner
 from odin_nerfstudio.simulation.shards import Cut
 
 _HEADER = 4.0 * (FRAME_WORDS + 6)
-SPLAT_BYTES = 4.0 * (1 + SPLAT_COLUMNS)
-GRADIENT_BYTES = 4.0 * GRADIENT_COLUMNS
-NORM_BYTES = 4.0
 
 
 @dataclass(frozen=True)
@@ -110,7 +106,7 @@ class ShardRank:
             return 0
         view, size = self.job.plan.view(packet.step, packet.lane), _HEADER
         if packet.ids.shape[0]:
-            size += SPLAT_BYTES * float(self.job.cut.visible(view)[self.number])
+            size += self.job.stages.splat_bytes * float(self.job.cut.visible(view)[self.number])
         self._send(rank, size, Packet(packet.step, packet.lane, back=False))
         return int(size)
 
@@ -176,10 +172,10 @@ class ShardRank:
             if left < 1e-12 * max(1.0, self._clock.now):
                 break
         self._meter.spend(job.stages.split.seconds(float(visible.sum())))
-        norms = NORM_BYTES if job.cut.scene.statistics else 0.0
+        each = job.stages.gradient_bytes + (job.stages.norm_bytes if job.cut.scene.statistics else 0)
         seen = np.flatnonzero(active).tolist()
         for rank in (r for r in seen if r != self.number):
-            size = _HEADER + visible[rank] / 8 + active[rank] * (GRADIENT_BYTES + norms)
+            size = _HEADER + visible[rank] / 8 + active[rank] * each
             self._send(rank, float(size), Packet(task.step, task.lane, back=True))
         if self.number in seen:
             self.owner.gradients(task.step, task.lane)

@@ -56,6 +56,8 @@ class PlanCommand:
     """Degree of the spherical harmonics."""
     strategy: Literal["default", "mcmc"] = "default"
     """Densification strategy; the default one keeps statistics of each primitive."""
+    splats: Literal["gaussians", "surfels"] = "gaussians"
+    """What primitives are; surfels (odin-2dgs) send more where they are sharded."""
     dataparser: str | None = None
     """nerfstudio dataparser of the dataset, e.g. blender-data. Default: by what lies in the folder."""
     json: Path | None = None
@@ -112,7 +114,7 @@ class PlanCommand:
                 primitives, primitives_of = recording.primitives, "of the recording"
             seen = [sets.visible for sets in recording.sets.values()]
             visible = sum(seen) / len(seen) / recording.primitives if seen and recording.primitives else None
-        return Wish(size, source, primitives, primitives_of, self.sh_degree, self.strategy, cuda, visible)
+        return Wish(size, source, primitives, primitives_of, self.sh_degree, self.strategy, cuda, self.splats, visible)
 
     def _gain(self, tracks: Tracks, plan: Plan) -> Gain:
         """What the plan gains over a barrier, simulated."""

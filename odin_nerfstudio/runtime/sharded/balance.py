@@ -76,6 +76,7 @@ class Balance:
         for parameter in engine.table.parameters.values():  # without columns there was nothing to send
             if not parameter.shape[1:].numel():
                 parameter.data = parameter.data.new_empty((ids.shape[0], *parameter.shape[1:]))
+        owner.watch.restart()
         engine.table.resize(torch.zeros_like(order), version)
         owner.take_rows(ids[order], owner.total, version)
         if owner.evidence is not None:  # other rows, other shares: views wait as at a first visit

@@ -27,9 +27,13 @@ from odin_nerfstudio.runtime.sharded.packets import GradientPacket, SplatPacket
 from odin_nerfstudio.runtime.sharded.staging import OwnerStaging
 from odin_nerfstudio.runtime.sharded.view_rows import ViewRows
 from odin_nerfstudio.runtime.sharded.views import NO_GRADIENT
+from odin_nerfstudio.runtime.sharded.watch import OwnerWatch
 from odin_nerfstudio.runtime.staging import Phase
 from odin_nerfstudio.runtime.store import RowTable
 from odin_nerfstudio.runtime.telemetry import Telemetry, now
+
+Recolor = Callable[[Mapping[str, Tensor], Tensor], Mapping[str, Tensor]]
+"""Parameters of rows, by name [at least n, ...], and these rows of the table [n] int32 -> such parameters."""
 
 
 class Projector(Protocol):
@@ -80,6 +84,7 @@ class Owner:
         self.publisher, self.telemetry, self.projector = publisher, telemetry, projector
         self.lookahead, self._limit, self._ship, self._views = lookahead, limit, ship, views
         self.low = self.current = start_step
+        self.watch = OwnerWatch(table)
         self.evidence: EvidenceStore | None = None
         self.use_policy(policy)
         self.staged_rows = 0
@@ -154,6 +159,7 @@ class Owner:
         )
         decision = self.policy.decide(gate)
         if not decision.open:
+            self.watch.refused(step, number, ids)
             return
         if self.low < step:
             self._publish_some(step)
@@ -168,6 +174,7 @@ class Owner:
         """The staging of a step, made at first use, with the candidates of all of its lanes."""
         staged = self._steps.get(step)
         if staged is None:
+            self.watch.step(step)
             views = [self.plan.view(step, n) for n in range(self.plan.views_per_step)]
             staged = self._steps[step] = OwnerStaging(step, views, [self.table])
             for lane, view in zip(staged.lanes, views):
@@ -200,6 +207,7 @@ class Owner:
         ids = self._candidate_ids(staged, number)
         if not ids.shape[0]:
             return None
+        self.watch.projected(step, number, ids)
         shadow = self._pool.take(ids, view)
         projection = self.projector.project(step, self.projector.view(step, view), shadow.leaves)
         if projection.rows.shape[0] and int(projection.rows[-1]) >= shadow.count:
@@ -261,6 +269,7 @@ class Owner:
                 " those of their splats are. Look at the view's camera and at degenerate primitives near it"
             )
         staged.returned(number, ids, values, statistics)
+        self.watch.returned(ids, self.plan.rank(step, number))
         self._pool.give_back(shadow)
         self.staged_rows += int(ids.shape[0])
         record = self.telemetry.record(step)
@@ -341,18 +350,22 @@ class Owner:
         self.table.versions.fill_(version)
         self.changed = True
 
-    def snapshot(self, view: StageView, step: int, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def snapshot(
+        self, view: StageView, step: int, ids: Tensor, recolor: Recolor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Project some rows as they are now, for nobody's training.
 
         Args:
             ids: Rows of the table, ascending. [n] int32.
+            recolor: Gives the copies of the rows other colours.
 
         Returns:
             Places in the whole model of those that the view sees [V] int32, and their splats [V, C].
         """
         shadow = self._pool.take(ids, 0)
         with torch.no_grad():
-            projection = self.projector.project(step, view, shadow.leaves)
+            leaves = shadow.leaves if recolor is None else recolor(shadow.leaves, ids)
+            projection = self.projector.project(step, view, leaves)
         seen = projection.rows < shadow.count  # padding may be visible in a view that is no training view
         self._pool.give_back(shadow)
         return self.ids[shadow.ids[projection.rows[seen]].long()], projection.splats[seen]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 import torch
@@ -20,6 +21,7 @@ from odin_nerfstudio.runtime.candidates import ViewTest
 from odin_nerfstudio.runtime.exchange import PICTURE, ROWS
 from odin_nerfstudio.runtime.messages import FRAME_WORDS
 from odin_nerfstudio.runtime.reads import VisibilityReads
+from odin_nerfstudio.runtime.row_watch import KINDS
 from odin_nerfstudio.runtime.sharded import packets
 from odin_nerfstudio.runtime.sharded.crop import Crop
 from odin_nerfstudio.runtime.sharded.engine import ShardedEngine
@@ -31,6 +33,9 @@ from odin_nerfstudio.runtime.transport import Kind, Received, empty_message
 
 CHUNK = 16 << 20
 """Most bytes of rows in one answer."""
+Painter = Callable[[Mapping[str, Tensor], str, Tensor | None], Mapping[str, Tensor]]
+"""Parameters of rows by name [n, ...], one of `row_watch.KINDS` and its values of these rows ([n], None: nothing is
+counted) -> the parameters, with colours that show it."""
 _PATIENCE = 1.0
 
 
@@ -41,6 +46,7 @@ class _Question:
     view: StageView
     step: int
     crop: Crop | None
+    shows: str | None
     found: dict[int, SplatPacket] = field(default_factory=dict)
     asked: bool = False
     done: threading.Event = field(default_factory=threading.Event)
@@ -49,8 +55,9 @@ class _Question:
 class Requests:
     """Questions and answers of one rank. Make it right after the engine, on every rank."""
 
-    def __init__(self, engine: ShardedEngine) -> None:
-        self.engine = engine
+    def __init__(self, engine: ShardedEngine, paint: Painter | None = None) -> None:
+        """paint: Where pictures may show what happens to rows."""
+        self.engine, self._paint = engine, paint
         self._exchange, self._owner = engine.exchange_of_shards, engine.owner
         self._me, self._world = engine.transport.rank, engine.transport.world_size
         self._thread = threading.get_ident()
@@ -69,22 +76,28 @@ class Requests:
 
     # -- pictures
 
-    def splats(self, view: StageView, step: int, crop: Crop | None = None) -> ViewSplats:
+    def splats(self, view: StageView, step: int, crop: Crop | None = None, shows: str | None = None) -> ViewSplats:
         """The splats of all primitives that a view sees, as each owner has them when it is asked. On rank 0.
 
-        step: Which bands of spherical harmonics are switched on. crop: Only what lies in it. From another thread than
-        the training thread this waits until the training thread comes to a hook.
+        From another thread than the training thread this waits until the training thread comes to a hook.
+
+        Args:
+            step: Which bands of spherical harmonics are switched on.
+            crop: Only what lies in it.
+            shows: Instead of their colours, one of `row_watch.KINDS`.
 
         Raises:
             RankFailure: A rank failed (in the training thread).
             RuntimeError: The run has failed (in another thread).
         """
         if self._world == 1:  # the viewer and the training thread exclude each other by the trainer's lock
-            return MergedView({0: self._packet(0, view, step, crop)}, view, self._owner.projector.kind).splats
+            return MergedView(
+                {0: self._packet(_Question(view, step, crop, shows), 0)}, view, self._owner.projector.kind
+            ).splats
         with self._lock:
             self._number += 1
             number = self._number
-            question = self._questions[number] = _Question(view, step, crop)
+            question = self._questions[number] = _Question(view, step, crop, shows)
         try:
             if threading.get_ident() == self._thread:
                 self._ask(number)
@@ -121,25 +134,34 @@ class Requests:
         question.asked = True
         peers = [r for r in range(self._world) if r != self._me]
         if peers:
-            words = _encode_question(number, question.view, question.step, question.crop)
-            self._exchange.send_words(peers, Kind.ASK_VIEW, words)
-        self._found(number, self._me, self._packet(number, question.view, question.step, question.crop))
+            self._exchange.send_words(peers, Kind.ASK_VIEW, _encode_question(number, question))
+        self._found(number, self._me, self._packet(question, number))
 
     def _answer_view(self, received: Received) -> None:
         if received.peer == self._me:
             self._ask(header(received.words, 1)[0])
             return
-        number, view, step, crop = _decode_question(received.words)
-        self._exchange.send_splats(received.peer, Kind.VIEW, self._packet(number, view, step, crop))
+        number, question = _decode_question(received.words)
+        self._exchange.send_splats(received.peer, Kind.VIEW, self._packet(question, number))
 
-    def _packet(self, number: int, view: StageView, step: int, crop: Crop | None) -> SplatPacket:
-        owner = self._owner
+    def _packet(self, question: _Question, number: int) -> SplatPacket:
+        owner, view, crop = self._owner, question.view, question.crop
         test = ViewTest.of(view.viewmat, view.K, view.width, view.height, near=view.near, far=view.far)
         mask = cast(VisibilityReads, owner.table.reads).mark_now(test)
         if crop is not None:
             mask &= crop.inside(owner.table.parameters["means"].detach()).to(mask.dtype)
-        places, splats = owner.snapshot(view, step, rows.ids_of_mask(mask))
+        recolor = None if question.shows is None else partial(self._recolored, question.shows)
+        places, splats = owner.snapshot(view, question.step, rows.ids_of_mask(mask), recolor)
         return SplatPacket(number, 0, places, splats)
+
+    def _recolored(self, shows: str, leaves: Mapping[str, Tensor], ids: Tensor) -> Mapping[str, Tensor]:
+        assert self._paint is not None
+        values = self._owner.watch.values(shows, self._owner.low)
+        if values is not None:
+            padded = values.new_zeros(leaves["means"].shape[0])
+            padded[: ids.shape[0]] = values[ids.long()]
+            values = padded
+        return self._paint(leaves, shows, values)
 
     def _take_view(self, received: Received) -> None:
         packet = packets.decode_splats(received.words, received.body)
@@ -221,15 +243,17 @@ def _ints(*values: int) -> Tensor:
     return empty_message(torch.tensor(values, dtype=torch.int32))
 
 
-def _encode_question(number: int, view: StageView, step: int, crop: Crop | None) -> Tensor:
-    flags = view.with_depth + 2 * view.antialiased
+def _encode_question(number: int, question: _Question) -> Tensor:
+    view, crop = question.view, question.crop
+    shows = 0 if question.shows is None else 1 + KINDS.index(question.shows)
+    flags = view.with_depth + 2 * view.antialiased + 4 * shows
     floats = [*view.viewmat.reshape(-1).tolist(), *view.K.reshape(-1).tolist()]
     floats += [view.near, view.far, view.radius_clip, view.eps2d, *(() if crop is None else crop.floats())]
-    whole = torch.tensor([number, step, view.width, view.height, flags], dtype=torch.int32)
+    whole = torch.tensor([number, question.step, view.width, view.height, flags], dtype=torch.int32)
     return empty_message(torch.cat((whole, torch.tensor(floats, dtype=torch.float32).view(torch.int32))))
 
 
-def _decode_question(words: Tensor) -> tuple[int, StageView, int, Crop | None]:
+def _decode_question(words: Tensor) -> tuple[int, _Question]:
     number, step, width, height, flags = header(words, 5)
     floats = words[FRAME_WORDS + 5 :].clone().view(torch.float32)
     near, far, clip, eps2d, *crop = floats[25:].tolist()
@@ -237,4 +261,5 @@ def _decode_question(words: Tensor) -> tuple[int, StageView, int, Crop | None]:
         floats[:16].view(4, 4), floats[16:25].view(3, 3), width, height, near, far, clip, eps2d, bool(flags & 1),
         bool(flags & 2),
     )  # fmt: skip
-    return number, view, step, Crop.of(crop) if crop else None
+    shows = KINDS[flags // 4 - 1] if flags // 4 else None
+    return number, _Question(view, step, Crop.of(crop) if crop else None, shows)

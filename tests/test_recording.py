@@ -87,7 +87,7 @@ def test_a_training_and_its_checkpoint_are_recorded(recorded: Any, tmp_path: Pat
 
 @pytest.mark.parametrize(
     "method, sizes",
-    [("odin-2dgs", (96, 80, 0)), ("odin-splatfacto-mcmc", (48, 40, 4)), ("odin-splatfacto-aa", (48, 40, 4))],
+    [("odin-2dgs", (96, 80, 0)), ("odin-splatfacto-mcmc", (48, 40, 4))],
 )
 def test_every_method_can_be_simulated_sharded(
     recorded: Any, method: str, sizes: tuple[int, int, int], tmp_path: Path, capsys: Any

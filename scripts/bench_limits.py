@@ -33,9 +33,9 @@ NEVER = 1e9
 LIMITS: dict[str, DelayLimits] = {
     "0.1, delay 1": DelayLimits(max_overlap=0.1, max_delay=1),
     "max_overlap 0.3": DelayLimits(max_overlap=0.3),
-    "max_overlap 0.5": DelayLimits(max_overlap=0.5),
-    "0.3, any impact": DelayLimits(max_overlap=0.3, max_impact=NEVER),
-    "0.3, delay and look-ahead 4": DelayLimits(max_overlap=0.3, max_delay=4),
+    "default": DelayLimits(),
+    "any impact": DelayLimits(max_impact=NEVER),
+    "delay and look-ahead 4": DelayLimits(max_delay=4),
     "any harm": DelayLimits(max_overlap=NEVER, max_impact=NEVER),
 }
 FREE = ("mark", "bound", "scan", "sweep", "defer")
@@ -86,7 +86,7 @@ class Options:
         """Gain over a barrier and share of its wait that is hidden, by what was changed."""
         setup = Setup(
             ranks=self.ranks, link=parse_link(self.link), skew=self.skew, least_steps=self.steps, epochs=1e-9,
-            structural_every=0, reduce="never", limits=LIMITS["max_overlap 0.3"],
+            structural_every=0, reduce="never", limits=DelayLimits(),
         )  # fmt: skip
         plan, balanced = self._plan(scene), self._plan(scene, cost=scene.seconds)
         turned = self._plan(scene, turn_every=max(1, scene.views // self.ranks))
@@ -106,7 +106,6 @@ class Options:
         other = add("views balanced by time", scene, balanced, setup)
         add("balanced, any harm", scene, balanced, any_harm, other)
         other = add("lanes change ranks", scene, turned, setup)
-        add("0.5, changing", scene, turned, replace(setup, limits=LIMITS["max_overlap 0.5"]), other)
         add("changing, any harm", scene, turned, any_harm, other)
         free = replace(scene.overheads, **dict.fromkeys(FREE, 0.0))
         add("parts cost nothing", replace(scene, overheads=free), plan, setup)

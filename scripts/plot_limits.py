@@ -1,4 +1,4 @@
-"""Draws what throughput mode's bounds bring, and what they cost: gain over a barrier against the change of PSNR.
+"""Draws what throughput mode's bounds bring, and what they cost: gain over a barrier against the change of quality.
 
     python scripts/plot_limits.py --modes MODES.json --limits LIMITS.json --output docs/limits.png
 
@@ -20,12 +20,13 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 BOUNDS = {
-    "throughput:0.1:1": ("0.1, delay 1", "max_overlap 0.1, max_delay 1"),
+    "throughput:0.1:1": ("0.1, delay 1", "0.1, 1"),
     "throughput:0.3:2": ("max_overlap 0.3", "0.3, 2"),
-    "throughput:0.5:2": ("max_overlap 0.5", "0.5, 2 (default)"),
+    "throughput": ("default", "0.5, 2 (default)"),
     "reckless": ("any harm", "no bound"),
 }
-"""Mode of bench_modes, variant of bench_limits, and what to call both."""
+"""Mode of bench_modes, variant of bench_limits, and what to call both: max_overlap, max_delay."""
+METRICS = {"psnr": "held-out PSNR [dB]", "ssim": "held-out SSIM"}
 
 
 @dataclass
@@ -40,14 +41,14 @@ class Options:
     """PNG to write."""
 
 
-def differences(rows: list[dict], mode: str) -> dict[str, float]:
-    """By scene: mean PSNR minus a barrier's at the same seed and ranks. [dB]"""
-    base = {(r["scene"], r["ranks"], r["seed"]): r["psnr"] for r in rows if r["mode"] == "barrier"}
+def differences(rows: list[dict], mode: str, metric: str) -> dict[str, float]:
+    """By scene: mean of a metric minus a barrier's at the same seed and ranks."""
+    base = {(r["scene"], r["ranks"], r["seed"]): r[metric] for r in rows if r["mode"] == "barrier"}
     found: dict[str, list[float]] = {}
     for r in rows:
         key = (r["scene"], r["ranks"], r["seed"])
         if r["mode"] == mode and key in base:
-            found.setdefault(r["scene"], []).append(r["psnr"] - base[key])
+            found.setdefault(r["scene"], []).append(r[metric] - base[key])
     return {scene: statistics.mean(values) for scene, values in found.items()}
 
 
@@ -56,20 +57,21 @@ def main() -> None:
     options = tyro.cli(Options, description=__doc__)
     rows = [row for file in options.modes for row in json.loads(file.read_text())]
     scenes = [row for file in options.limits for row in json.loads(file.read_text())]
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    for mode, (variant, name) in BOUNDS.items():
-        changes = list(differences(rows, mode).values())
-        gains = [scene["variants"][variant][0] for scene in scenes if variant in scene["variants"]]
-        if not changes or not gains:
-            continue
-        x, y = statistics.mean(changes), statistics.mean(gains)
-        spread_x = [[x - min(changes)], [max(changes) - x]]
-        spread_y = [[y - min(gains)], [max(gains) - y]]
-        axes.errorbar(x, y, xerr=spread_x, yerr=spread_y, fmt="o", capsize=3, label=name)
-    axes.axvline(0, color="0.6", linewidth=0.8)
-    axes.set_xlabel("change of held-out PSNR against a barrier [dB]")
-    axes.set_ylabel("gain over a barrier, 8 simulated devices")
-    axes.legend(title="max_overlap, max_delay")
+    figure, panels = plt.subplots(1, len(METRICS), figsize=(9, 4), sharey=True, layout="constrained")
+    for axes, (metric, label) in zip(panels, METRICS.items()):
+        for mode, (variant, name) in BOUNDS.items():
+            changes = list(differences(rows, mode, metric).values())
+            gains = [scene["variants"][variant][0] for scene in scenes if variant in scene["variants"]]
+            if not changes or not gains:
+                continue
+            x, y = statistics.mean(changes), statistics.mean(gains)
+            spread_x = [[x - min(changes)], [max(changes) - x]]
+            spread_y = [[y - min(gains)], [max(gains) - y]]
+            axes.errorbar(x, y, xerr=spread_x, yerr=spread_y, fmt="o", capsize=3, label=name)
+        axes.axvline(0, color="0.6", linewidth=0.8)
+        axes.set_xlabel(f"change of {label} against a barrier")
+    panels[0].set_ylabel("gain over a barrier, 8 simulated devices")
+    panels[-1].legend(title="max_overlap, max_delay")
     figure.savefig(options.output, dpi=130)
 
 

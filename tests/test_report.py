@@ -11,7 +11,7 @@ import pytest
 from nerfstudio.configs import base_config
 from nerfstudio.utils import writer
 
-from odin_nerfstudio.glue.report import DELAYED, HIDDEN, VIEWS, WAIT, StepScalars
+from odin_nerfstudio.glue.report import DELAYED, HIDDEN, VIEWS, WAIT, StepScalars, waiting_sentence
 from odin_nerfstudio.runtime.gate import DelayedRead
 from odin_nerfstudio.runtime.telemetry import StepRecord
 
@@ -60,3 +60,11 @@ def test_wandb_gets_all_scalars_in_the_order_of_steps(
     assert (HIDDEN in found) == knows_barrier
     assert found["Odin wait ms/raw rank 1"] == 250 and found["Odin bytes per step/sent"] == 100
     assert found["Odin rows per step/delayed"] == pytest.approx(7 / 3)
+
+
+def test_what_is_said_of_waits_where_no_barrier_is_estimated() -> None:
+    totals = [{"elapsed": 10.0, "wait": 1.0}, {"elapsed": 10.0, "wait": 3.0}]
+    assert "took 20 % of this run; without any wait it could be at most 1.25 times" in waiting_sentence(
+        totals, "barrier"
+    )
+    assert "In quality mode 20 % of this run was waiting" in waiting_sentence(totals, "quality")

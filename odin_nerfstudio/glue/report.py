@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from nerfstudio.utils import writer
 from nerfstudio.utils.rich_utils import CONSOLE
 
 from odin_nerfstudio.glue.compat import console_columns
-from odin_nerfstudio.runtime.barrier_estimate import estimate, pack_timeline
+from odin_nerfstudio.runtime.barrier_estimate import barrier_sentence, estimate, pack_timeline
 from odin_nerfstudio.runtime.engine import Engine
 from odin_nerfstudio.runtime.telemetry import StepRecord, now
 from odin_nerfstudio.runtime.trace import pack_spans, summary_table, write_chrome_trace
@@ -94,6 +95,17 @@ class StepScalars:
         self._records.clear()
 
 
+def waiting_sentence(totals: Sequence[Mapping[str, float]], mode: str) -> str:
+    """What waiting cost a run, where nothing says what a barrier would have cost. totals: of each rank."""
+    waits = sum(t.get("wait", 0.0) for t in totals) / max(1e-9, sum(t["elapsed"] for t in totals))
+    if mode == "barrier":
+        return barrier_sentence(waits)
+    return (
+        f"In {mode} mode {100 * waits:.0f} % of this run was waiting. With sharded primitives what a barrier would have"
+        " cost is not estimated: a short run with --pipeline.odin.mode barrier tells."
+    )
+
+
 def report(engine: Engine, trace: Path | None) -> str:
     """Collects what all ranks measured; rank 0 prints it. Collective: every rank calls it, after a drain.
 
@@ -107,9 +119,12 @@ def report(engine: Engine, trace: Path | None) -> str:
     if totals is not None and timelines is not None and len(totals) > 1:
         CONSOLE.print("Where the ranks' time went")
         CONSOLE.print(summary_table(totals), highlight=False, soft_wrap=True)
-        found = estimate(timelines)
+        found = estimate(timelines) if engine.knows_barrier else None
         if found is not None:
             sentence = found.sentence(engine.policy.name)
+        elif not engine.knows_barrier:
+            sentence = waiting_sentence(totals, engine.policy.name)
+        if sentence:
             CONSOLE.print(sentence, highlight=False, soft_wrap=True)
     if trace is not None and parts is not None:
         trace.parent.mkdir(parents=True, exist_ok=True)

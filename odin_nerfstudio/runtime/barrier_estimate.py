@@ -59,11 +59,7 @@ class BarrierEstimate:
             return "One rank waits for nobody: there was nothing to hide."
         share = self.barrier_wait / self.barrier
         if mode == "barrier":
-            waits = self.wait / self.measured
-            return (
-                f"Waiting at the barrier took {100 * waits:.0f} % of this run; without any wait it could be at most "
-                f"{1 / max(1 - waits, 1e-9):.2f} times as fast (--pipeline.odin.mode quality or throughput)."
-            )
+            return barrier_sentence(self.wait / self.measured)
         if share < 0.01:
             return (
                 f"A barrier would have cost about {100 * share:.1f} % of this run: there was next to nothing to hide "
@@ -80,6 +76,14 @@ class BarrierEstimate:
             f"{self.measured:.0f} s; {100 * hidden:.0f} % of its waiting was hidden (estimated from the run's own work "
             f"and message times)."
         )
+
+
+def barrier_sentence(waits: float) -> str:
+    """What the barrier cost a run, for the user. waits: share of its time."""
+    return (
+        f"Waiting at the barrier took {100 * waits:.0f} % of this run; without any wait it could be at most "
+        f"{1 / max(1 - waits, 1e-9):.2f} times as fast (--pipeline.odin.mode quality or throughput)."
+    )
 
 
 def pack_timeline(telemetry: Telemetry, latest: int | None = None) -> bytes:

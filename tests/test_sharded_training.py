@@ -58,10 +58,10 @@ def look(trainer: Any) -> None:
         while True:
             with trainer.train_lock, torch.no_grad():
                 model.eval()
-                outputs = [model.get_outputs_for_camera(camera, box) for box in (None, half, nothing)]
+                outputs = [model.get_outputs_for_camera(camera, box) for box in (half, nothing, None)]
                 writers = colors._render("odin_writer", camera)
                 model.train()
-            rgb, (all_of_it, some, none) = outputs[0]["rgb"], [float(o["accumulation"].mean()) for o in outputs]
+            rgb, (some, none, all_of_it) = outputs[-1]["rgb"], [float(o["accumulation"].mean()) for o in outputs]
             assert all_of_it > some > none == 0
             assert rgb.shape == (72, 96, 3) and bool(torch.isfinite(rgb).all())
             blue = writers[..., 2] - writers[..., 0]  # written by rank 0, by rank 1: blue, orange

@@ -34,9 +34,11 @@ LIMITS: dict[str, DelayLimits] = {
     "0.1, delay 1": DelayLimits(max_overlap=0.1, max_delay=1),
     "max_overlap 0.3": DelayLimits(max_overlap=0.3),
     "default": DelayLimits(),
+    "max_overlap 1": DelayLimits(max_overlap=1.0),
     "any impact": DelayLimits(max_impact=NEVER),
     "delay and look-ahead 4": DelayLimits(max_delay=4),
     "any harm": DelayLimits(max_overlap=NEVER, max_impact=NEVER),
+    "any harm, delay and look-ahead 4": DelayLimits(max_overlap=NEVER, max_impact=NEVER, max_delay=4),
 }
 FREE = ("mark", "bound", "scan", "sweep", "defer")
 """Overheads that only finer gates have."""

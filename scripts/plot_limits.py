@@ -23,6 +23,7 @@ BOUNDS = {
     "throughput:0.1:1": ("0.1, delay 1", "0.1, 1"),
     "throughput:0.3:2": ("max_overlap 0.3", "0.3, 2"),
     "throughput": ("default", "0.5, 2 (default)"),
+    "throughput:1.0:2": ("max_overlap 1", "1, 2"),
     "reckless": ("any harm", "no bound"),
 }
 """Mode of bench_modes, variant of bench_limits, and what to call both: max_overlap, max_delay."""

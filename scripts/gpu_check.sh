@@ -52,7 +52,7 @@ train() {
 sharded() {
     local method="$1" runs="$work/runs/object/$1" other
     shift
-    local same=(--pipeline.odin.views-per-step 2 "$@")
+    local same=(--pipeline.odin.views-per-step 2 --pipeline.odin.order local "$@")
     train whole 100 "${same[@]}"
     train whole-again 100 "${same[@]}"
     train sharded-1 100 "${same[@]}" --pipeline.odin.placement sharded

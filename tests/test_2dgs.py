@@ -37,7 +37,11 @@ def results(scene: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     root = tmp_path_factory.mktemp("runs")
     barrier, quality = {"pipeline__odin__mode": "barrier"}, {"pipeline__odin__mode": "quality"}
     run_on_ranks(2, [(scene, root / "2-half", STEPS // 2, {**OPTIONS, **quality})], root / "log-2")
-    sharded = {"pipeline__odin__placement": "sharded", "steps_per_eval_image": STEPS // 2}
+    sharded = {
+        "pipeline__odin__placement": "sharded",
+        "pipeline__odin__order": "rlg",
+        "steps_per_eval_image": STEPS // 2,
+    }
     jobs = [("4-quality", {**OPTIONS, **quality}), ("4-sharded", {**OPTIONS, **quality, **sharded})]
     run_on_ranks(4, [(scene, root / name, STEPS, options) for name, options in jobs], root / "log-4")
     half = next((root / "2-half").rglob("nerfstudio_models"))

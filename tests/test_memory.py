@@ -144,6 +144,9 @@ def test_what_fits_and_what_travels() -> None:
     assert advice.footprint.far < 0.7 * scattered
     assert advice.placement == "sharded" and advice.link.sharded < advice.link.replicated < advice.link.dense
 
+    local = advise(tracks, make_plan(rlg, ranks=8, views_per_step=8, order="local"), Wish(8e9))
+    assert local.footprint.far < 0.7 * advice.footprint.far and local.link.sharded < 0.7 * advice.link.sharded
+
     few = Wish(8e9, primitives=1000)
     two = advise(tracks, make_plan(rlg, ranks=2, views_per_step=2), few)
     assert two.placement == "replicated" and "fits on one device up to" in two.advice()

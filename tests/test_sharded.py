@@ -12,7 +12,7 @@ from runtime_toy import same
 from sharded_toy import Run, collected, replicated, run_sharded
 from sharded_toy import dataclasses as dc
 
-from odin_nerfstudio.planning.shards import assign, divide, imbalance
+from odin_nerfstudio.planning.shards import assign, divide, imbalance, parts_for
 from odin_nerfstudio.runtime.sharded.numbering import SEGMENTS, Masks, new_ids
 from odin_nerfstudio.runtime.sharded.packets import (
     GradientPacket,
@@ -156,5 +156,13 @@ def test_shards_are_balanced_and_compact(ranks: int) -> None:
 
 def test_parts_go_where_they_are_seen() -> None:
     assert assign(np.array([[1.0, 5.0], [4.0, 3.0]])).tolist() == [1, 0]
+    several = np.array([[9.0, 0.0], [0.0, 1.0], [8.0, 7.0], [8.0, 6.0]])  # two parts for each rank, not three for one
+    assert assign(several).tolist() == [0, 1, 1, 0]
+    assert [parts_for(*given) for given in ((4, 1000, False), (4, 1000, True), (4, 9, True), (1, 9, True))] == [
+        4,
+        32,
+        8,
+        1,
+    ]
     with pytest.raises(ValueError, match="cannot be divided"):
         divide(np.zeros((1, 3)), 2)

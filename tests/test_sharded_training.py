@@ -20,6 +20,7 @@ from odin_nerfstudio.glue.sharding import refusal
 STEPS, MIDDLE = 36, 20
 OPTIONS: dict[str, Any] = {
     "pipeline__odin__views_per_step": 2,
+    "pipeline__odin__order": "local",  # sharded's default, and not replicated's
     "pipeline__model__warmup_length": 10,
     "pipeline__model__refine_every": 10,
     "pipeline__model__use_scale_regularization": True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tyro.conf import Suppress
 
@@ -12,6 +12,9 @@ from odin_nerfstudio.runtime.engine_options import EngineOptions
 from odin_nerfstudio.runtime.gate import GatePolicy
 from odin_nerfstudio.runtime.policies import make_policy
 from odin_nerfstudio.runtime.throughput import DelayLimits
+
+if TYPE_CHECKING:
+    from odin_nerfstudio.planning.schedule import Order
 
 
 @dataclass
@@ -27,9 +30,12 @@ class OdinOptions:
     views_per_step: int | None = None
     """Views that contribute to one optimizer step. Default: one per device; a resumed run keeps its number. The result
     depends on this number, not on the number of devices."""
-    order: Literal["rlg", "random"] = "rlg"
+    order: Literal["rlg", "local", "random"] | None = None
     """Order of the views. "rlg": by the Relative Locality Graph, so that views rendered at the same time on
-    different devices share little; "random": shuffled, the baseline. One view per step is shuffled either way."""
+    different devices share little; "local": so, too, but every device keeps to its own part of the scene, which is
+    where its primitives are with placement sharded, so that fewer splats travel; "random": shuffled, the baseline. One
+    view per step is shuffled in any case. Default: local with placement sharded, else rlg. The result depends on the
+    order, and not on the placement."""
     turn_lanes: bool = False
     """Hand every lane of views to the next device once an epoch. Otherwise each device keeps its views, and one whose
     views take longer makes the others wait sooner or later. The views of a step stay what they are; every device then
@@ -72,6 +78,11 @@ class OdinOptions:
     """Views per step that the intervals and learning rates of this config are made for; set by scale_schedule."""
     debug: bool = False
     """Check every read, write and publication for hazards, and compare all devices' states at structural steps."""
+
+    @property
+    def planned_order(self) -> Order:
+        """The order that is meant."""
+        return self.order or ("local" if self.placement == "sharded" else "rlg")
 
     def policy(self) -> GatePolicy:
         """The policy of the mode."""

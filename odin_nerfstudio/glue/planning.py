@@ -46,7 +46,7 @@ def plan_for(
 
     The order is made for as many ranks as there are lanes, so that it is the same for every number of ranks.
     """
-    views = len(datamanager.train_dataset)
+    views, order = len(datamanager.train_dataset), options.planned_order
     log = CONSOLE.log if comms.is_main_process() else (lambda _text: None)
     if views_per_step == 1:
         # One task at a time conflicts with nothing: no tracks are needed, and views are shuffled.
@@ -58,7 +58,7 @@ def plan_for(
         rlg = relative_locality_graph(tracks)
         statistics = rlg.statistics()
         log(
-            f"Plan: {views} views, order {options.order}, co-visibility from {tracks.source}: {tracks.points} points, "
+            f"Plan: {views} views, order {order}, co-visibility from {tracks.source}: {tracks.points} points, "
             f"mean weight {statistics['mean']:.3f}, {100 * statistics['zero_share']:.0f} % of view pairs share nothing"
         )
     return make_plan(
@@ -67,7 +67,7 @@ def plan_for(
         plan_ranks=views_per_step,
         views_per_step=views_per_step,
         seed=seed,
-        order=options.order,
+        order=order,
         max_delay=options.max_delay,
         turn_every=max(1, views // views_per_step) if options.turn_lanes else 0,
     )

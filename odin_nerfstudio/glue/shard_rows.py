@@ -16,7 +16,7 @@ from odin_nerfstudio.glue.cameras import view_geometry
 from odin_nerfstudio.glue.checkpoint import CheckpointError
 from odin_nerfstudio.glue.odin_pipeline import OdinPipeline
 from odin_nerfstudio.planning.schedule import Plan
-from odin_nerfstudio.planning.shards import ShardTree, assign, divide
+from odin_nerfstudio.planning.shards import ShardTree, assign, divide, parts_for
 
 _TREE_POINTS = 1_000_000
 """About how many points the planes are made from; for all of a large model it would take minutes."""
@@ -29,13 +29,15 @@ PARAMETER = "_model.gauss_params."
 def shard_tree(means: Tensor, plan: Plan, pipeline: OdinPipeline, ranks: int) -> ShardTree:
     """Shards of a model, each given to the rank whose views see most of it. means [N, 3]; the same on all ranks."""
     points = means.detach().cpu().numpy()
-    tree = divide(points[:: max(1, len(points) // _TREE_POINTS)], ranks)
+    points = points[:: max(1, len(points) // _TREE_POINTS)]
+    parts = parts_for(ranks, len(points), plan.local)
+    tree = divide(points, parts)
     if ranks == 1:
         return tree
     sample = points[:: max(1, len(points) // _SAMPLE_POINTS)]
     part = tree.owner(sample)
     geometry = view_geometry(pipeline.datamanager.train_dataset.cameras)
-    affinity = np.zeros((ranks, ranks))
+    affinity = np.zeros((parts, ranks))
     for rank in range(ranks):
         views = np.asarray(plan.views_of_rank(rank))
         for view in views[:: max(1, len(views) // _SAMPLE_VIEWS)]:
@@ -45,7 +47,7 @@ def shard_tree(means: Tensor, plan: Plan, pipeline: OdinPipeline, ranks: int) ->
             x = K[0, 0] * local[:, 0] / depth + K[0, 2]
             y = K[1, 1] * local[:, 1] / depth + K[1, 2]
             seen = (local[:, 2] > 0.01) & (x > 0) & (x < geometry.width[view]) & (y > 0) & (y < geometry.height[view])
-            affinity[:, rank] += np.bincount(part[seen], minlength=ranks)
+            affinity[:, rank] += np.bincount(part[seen], minlength=parts)
     return tree.for_ranks(assign(affinity))
 
 

@@ -168,6 +168,7 @@ class ShardedRunner(StepRunner):
             self.model.acts_at,
             is_fence,
             start_step,
+            local=self.plan.local,
             view_tables=views,
             pose_backward=self.projector.pose_backward if any(v.name == CAMERAS for v in views) else None,
         )

@@ -28,14 +28,14 @@ def lag_weights(max_delay: int, diversity: float) -> np.ndarray:
 def searched(plan: Plan) -> bool:
     """Whether the plan's order is searched, and not simply shuffled: there are conflicts to lower, and views enough
     for every lane to have one of its own in a step."""
-    return plan.order == "rlg" and plan.plan_ranks > 1 and plan.views >= plan.views_per_step
+    return plan.order != "random" and plan.plan_ranks > 1 and plan.views >= plan.views_per_step
 
 
 def template_of(plan: Plan, search: Search) -> Template:
     """Ranks and template of a searched plan; of any other, no ranks."""
     if not searched(plan):
         return Template.none(plan.views, plan.seed)
-    return make_template(search, plan.slots(0), plan.views_per_step, plan.plan_ranks, plan.seed)
+    return make_template(search, plan.slots(0), plan.views_per_step, plan.plan_ranks, plan.seed, plan.order == "local")
 
 
 def make_epoch(plan: Plan, search: Search, epoch: int, neighbours: dict[int, np.ndarray]) -> np.ndarray:

@@ -16,7 +16,7 @@ from scipy import sparse
 
 from odin_nerfstudio.planning import memory
 from odin_nerfstudio.planning.memory import Footprint, LinkBytes, Placement, RankMemory, RunShape, Splats, Strategy
-from odin_nerfstudio.planning.shards import assign, divide
+from odin_nerfstudio.planning.shards import assign, divide, parts_for
 from odin_nerfstudio.planning.tracks import FRUSTA, Tracks
 
 if TYPE_CHECKING:
@@ -92,8 +92,9 @@ class Footprints:
             return 0.0
         if len(self.weight) < plan.ranks:
             return 1 - 1 / plan.ranks
-        part = divide(self.middle, plan.ranks, self.weight).owner(self.middle)
-        parts = sparse.csr_matrix((self.weight, (np.arange(len(part)), part)), shape=(len(part), plan.ranks))
+        count = parts_for(plan.ranks, len(self.weight), plan.local)
+        part = divide(self.middle, count, self.weight).owner(self.middle)
+        parts = sparse.csr_matrix((self.weight, (np.arange(len(part)), part)), shape=(len(part), count))
         by_view = sparse.csr_matrix(self.seen @ parts).toarray()
         held = np.stack([by_view[plan.views_of_rank(rank)].sum(0) for rank in range(plan.ranks)], 1)
         rank_of_part = assign(held)

@@ -13,6 +13,7 @@ from odin_nerfstudio.planning.slots import rank_of_lanes
 MATRIX_STEPS = 40
 TIMELINE_STEPS = 160
 RLG_COLOUR, RANDOM_COLOUR = "#1b6ca8", "#c0504d"
+NAMES = {"rlg": "RLG", "local": "local"}
 
 
 def plot_report(report: Report, path: Path, title: str) -> None:
@@ -44,7 +45,7 @@ def plot_report(report: Report, path: Path, title: str) -> None:
     steps = min(MATRIX_STEPS, 4 + 4 * plan.views // plan.views_per_step)
     matrices = [step_matrix(p, steps) for p in (report.random, plan)]
     top = float(np.quantile(np.concatenate([m.ravel() for m in matrices]), 0.995)) or 1.0
-    labels = ("random order", "RLG order" if plan.order == "rlg" else "random order (as planned)")
+    labels = ("random order", "random order (as planned)" if plan.order == "random" else f"{NAMES[plan.order]} order")
     image = None
     for axes, matrix, label in zip(grid[0], matrices, labels):
         image = axes.imshow(matrix, cmap="magma_r", vmin=0.0, vmax=top, origin="upper", interpolation="nearest")
@@ -118,8 +119,9 @@ def _timeline(axes, report: Report) -> None:
     random = report.random_predictions[0].by_step[1 : TIMELINE_STEPS + 1]
     planned = report.prediction.by_step[1 : TIMELINE_STEPS + 1]
     axes.plot(np.arange(1, len(random) + 1), 100 * random, color=RANDOM_COLOUR, lw=1.2, label="random order")
-    if report.plan.order == "rlg":
-        axes.plot(np.arange(1, len(planned) + 1), 100 * planned, color=RLG_COLOUR, lw=1.4, label="RLG order")
+    if report.plan.order != "random":
+        label = f"{NAMES[report.plan.order]} order"
+        axes.plot(np.arange(1, len(planned) + 1), 100 * planned, color=RLG_COLOUR, lw=1.4, label=label)
     axes.set_title("predicted conflict with the step before", fontsize=11)
     axes.set_xlabel("step")
     axes.set_ylabel("share of what a task reads, %")

@@ -28,6 +28,7 @@ class Report:
         rlg: Their graph.
         plan: The plan that was asked for.
         random: A plan in random order.
+        prediction: Predicted conflicts of the plan that was asked for.
         rlg_prediction: Predicted conflicts in RLG order.
         random_predictions: Predicted conflicts in random orders of several seeds.
         gain: Expected gain of the plan that was asked for.
@@ -39,27 +40,25 @@ class Report:
     rlg: Rlg
     plan: Plan
     random: Plan
+    prediction: Prediction
     rlg_prediction: Prediction
     random_predictions: list[Prediction]
     gain: Gain
     seconds: float
     placement: PlacementAdvice | None = None
 
-    @property
-    def prediction(self) -> Prediction:
-        """Predicted conflicts of the plan that was asked for."""
-        return self.rlg_prediction if self.plan.order == "rlg" else self.random_predictions[0]
-
-    def random_mean(self, name: str) -> float:
-        """Mean over the random orders of a prediction's number."""
-        return float(np.mean([getattr(p, name) for p in self.random_predictions]))
+    def by_order(self, name: str) -> dict[str, Any]:
+        """A prediction's numbers in RLG order, in the order that was asked for, and the mean over random orders."""
+        known = {"rlg": self.rlg_prediction, self.plan.order: self.prediction}
+        out = {order: getattr(p, name) for order, p in known.items() if order != "random"}
+        out["random"] = np.mean([getattr(p, name) for p in self.random_predictions], axis=0)
+        return {order: np.asarray(value).tolist() for order, value in out.items()}
 
     def numbers(self) -> dict[str, Any]:
         """The report as plain types. ``conflict`` is the mean, over tasks and tasks of other ranks one step earlier, of
         the share of what the task reads that the other wrote."""
         pairs = self.rlg.statistics()
-        rlg_lags = self.rlg_prediction.conflict
-        random_lags = np.mean([p.conflict for p in self.random_predictions], axis=0)
+        lags = self.by_order("conflict")
         return {
             "views": self.tracks.views,
             "points": self.tracks.points,
@@ -72,11 +71,11 @@ class Report:
             "seed": self.plan.seed,
             "max_delay": self.plan.max_delay,
             "pairs": pairs,
-            "conflict": {"rlg": float(rlg_lags[0]), "random": float(random_lags[0])},
-            "conflict_by_distance": {"rlg": rlg_lags.tolist(), "random": random_lags.tolist()},
-            "overlap_within_step": {"rlg": self.rlg_prediction.spread, "random": self.random_mean("spread")},
-            "overlap_window": {"rlg": self.rlg_prediction.overlap, "random": self.random_mean("overlap")},
-            "imbalance": {"rlg": self.rlg_prediction.imbalance, "random": self.random_mean("imbalance")},
+            "conflict": {order: values[0] for order, values in lags.items()},
+            "conflict_by_distance": lags,
+            "overlap_within_step": self.by_order("spread"),
+            "overlap_window": self.by_order("overlap"),
+            "imbalance": self.by_order("imbalance"),
             "gain": {
                 "quality": self.gain.quality,
                 "throughput": self.gain.throughput,
@@ -123,7 +122,7 @@ class Report:
         gain, pairs = n["gain"], n["pairs"]
 
         def both(name: str, style: str) -> str:
-            return f"rlg {format(n[name]['rlg'], style)}, random {format(n[name]['random'], style)}"
+            return ", ".join(f"{order} {format(value, style)}" for order, value in n[name].items())
 
         return [
             ("training views", f"{n['views']:,}" + (f" ({n['unknown_views']} unknown)" if n["unknown_views"] else "")),
@@ -154,7 +153,7 @@ def make_report(
     gain_of: Callable[[Tracks, Plan], Gain] = lambda _tracks, _plan: Gain(),
     wish: Wish | None = None,
 ) -> Report:
-    """Plan a dataset in RLG and in random order and compare.
+    """Plan a dataset in RLG and in random order, and in the one that was asked for, and compare.
 
     Args:
         tracks: The observations.
@@ -176,14 +175,16 @@ def make_report(
             diversity=diversity,
         )  # fmt: skip
 
-    planned = plan("rlg", seed)
+    planned = {"rlg": plan("rlg", seed)} | ({"local": plan("local", seed)} if order == "local" else {})
     randoms = [plan("random", seed + k) for k in range(RANDOM_SEEDS)]
-    prediction, random_predictions = predict(planned), [predict(p) for p in randoms]
-    chosen = planned if order == "rlg" else randoms[0]
+    predictions = {kind: predict(p) for kind, p in planned.items()}
+    random_predictions = [predict(p) for p in randoms]
+    chosen = planned.get(order, randoms[0])
     placement = None if wish is None else advise(tracks, chosen, wish)
     seconds = time.perf_counter() - start
     return Report(
-        tracks=tracks, rlg=rlg, plan=chosen, random=randoms[0], rlg_prediction=prediction,
+        tracks=tracks, rlg=rlg, plan=chosen, random=randoms[0],
+        prediction=predictions.get(order, random_predictions[0]), rlg_prediction=predictions["rlg"],
         random_predictions=random_predictions, gain=gain_of(tracks, chosen), seconds=seconds,
         placement=placement,
     )  # fmt: skip

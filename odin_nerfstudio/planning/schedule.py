@@ -11,7 +11,7 @@ import hashlib
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -22,7 +22,8 @@ from odin_nerfstudio.planning.rlg import Rlg
 from odin_nerfstudio.planning.slots import EpochSlots, epoch_slots, rank_of_lanes
 from odin_nerfstudio.planning.template import Template
 
-Order = Literal["rlg", "random"]
+Order = Literal["rlg", "local", "random"]
+ORDERS: tuple[Order, ...] = get_args(Order)
 KEPT_EPOCHS = 8
 WINDOW_CONFLICT = 0.01
 """A task may overlap with earlier steps while other ranks' tasks there share at most this much of what it reads."""
@@ -63,7 +64,7 @@ class Plan:
         plan_ranks: Ranks that the order was made for; the views of a step do not depend on ``ranks``.
         views_per_step: Lanes L.
         seed: Seed of everything random.
-        order: ``"rlg"`` or ``"random"``.
+        order: ``"rlg"``, ``"local"`` or ``"random"``, see :func:`make_plan`.
         max_delay: Conflicts are counted over ``max_delay`` + 1 steps.
         steps: Length of the plan in steps, or None for one without end.
         load: Cost of each view, integers with a mean of about 1,000. (V,) int64
@@ -93,6 +94,11 @@ class Plan:
     def views(self) -> int:
         """Number of views V."""
         return self.rlg.views
+
+    @property
+    def local(self) -> bool:
+        """Whether every rank keeps to its own part of the scene."""
+        return self.order == "local" and epoch_maker.searched(self)
 
     @property
     def affinity(self) -> np.ndarray:
@@ -253,8 +259,10 @@ def make_plan(
         seed: Seeds epochs and partition.
         epochs: Length of the plan in epochs (rounded up to whole steps), or
         steps: its length in steps. With neither, the plan has no end.
-        order: ``"rlg"`` lowers conflicts between ranks; ``"random"`` is a fresh permutation per epoch. With one planned
-            rank there are no conflicts to lower, and both shuffle.
+        order: ``"rlg"`` lowers conflicts between ranks; ``"local"`` does, but lets every rank keep to its own part of
+            the scene, which a step then looks at all of: for sharded primitives, whose owners are near the views of
+            their ranks; ``"random"`` is a fresh permutation per epoch. With one planned rank there are no conflicts to
+            lower, and all shuffle.
         max_delay: Conflicts count over the previous ``max_delay`` + 1 steps.
         cost: Cost of each view in any unit, e.g. measured times. None takes the number of observed points. (V,)
         plan_ranks: Ranks to make the order for, default ``ranks``. Two plans that differ only in ``ranks`` have the
@@ -279,8 +287,8 @@ def make_plan(
         raise ValueError(f"views_per_step must be at least 1, got {views_per_step}")
     for name, value in (("ranks", ranks), ("plan_ranks", plan_ranks)):
         _check_ranks(name, value, views_per_step)
-    if order not in ("rlg", "random"):
-        raise ValueError(f"order must be 'rlg' or 'random', got {order!r}")
+    if order not in ORDERS:
+        raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
     if max_delay < 0:
         raise ValueError(f"max_delay must not be negative, got {max_delay}")
     if turn_every < 0:

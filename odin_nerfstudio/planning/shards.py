@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
+PARTS = 8
+"""Parts of each rank where the plan lets ranks keep to one place, so that shards end about where their views do."""
 _TRIM = 0.02
 """Share of the points on each side that do not count for the sides of the box: strays are far away."""
 
@@ -83,11 +85,20 @@ def divide(points: np.ndarray, ranks: int, weights: np.ndarray | None = None) ->
     return ShardTree(axes, planes, owners)
 
 
+def parts_for(ranks: int, points: int, local: bool) -> int:
+    """How many parts to divide points into, the same number for each rank. local: See `PARTS`."""
+    return ranks * max(1, min(PARTS, points // ranks)) if local and ranks > 1 else ranks
+
+
 def assign(affinity: np.ndarray) -> np.ndarray:
-    """Rank of each part, so that the sum of affinities is largest. affinity [parts, ranks] -> [parts] int64."""
-    parts, ranks = linear_sum_assignment(affinity, maximize=True)
+    """Rank of each part, so that the sum of affinities is largest and all ranks get as many parts.
+
+    affinity: [parts, ranks], parts a multiple of ranks -> [parts] int64.
+    """
+    each = affinity.shape[0] // affinity.shape[1]
+    parts, places = linear_sum_assignment(np.repeat(affinity, each, axis=1), maximize=True)
     out = np.empty(len(affinity), np.int64)
-    out[parts] = ranks
+    out[parts] = places // each
     return out
 
 

@@ -48,7 +48,9 @@ def proposals(views: int, per_view: int, least: int) -> int:
     return min(per_view * views, max(least, 40 * views))
 
 
-def make_template(search: Search, slots: EpochSlots, lanes: int, ranks: int, seed: int) -> Template:
+def make_template(
+    search: Search, slots: EpochSlots, lanes: int, ranks: int, seed: int, local: bool = False
+) -> Template:
     """Search ranks and order of one epoch, taken as repeating itself.
 
     Args:
@@ -57,6 +59,7 @@ def make_template(search: Search, slots: EpochSlots, lanes: int, ranks: int, see
         lanes: Lanes per step.
         ranks: Ranks to plan for.
         seed: Seeds the search.
+        local: Ranks keep to the parts that a min-cut partition gives them.
     """
     views = search.graph.views
     step = slots.step - slots.step[0]
@@ -64,15 +67,16 @@ def make_template(search: Search, slots: EpochSlots, lanes: int, ranks: int, see
     steps = views // lanes
     capacity = fixed_capacity(views, lanes, ranks)
     starts = [_by_rank(search, slots, capacity, seed)]
-    phases = (2, 3, 4) if views <= LARGE else (4,)
-    starts += [_by_phase(search, step % k, seed) for k in phases if steps >= 2 * k]
-    if views <= LARGE:
-        starts.append(keyed_permutation(views, seed, 4))
+    if not local:
+        phases = (2, 3, 4) if views <= LARGE else (4,)
+        starts += [_by_phase(search, step % k, seed) for k in phases if steps >= 2 * k]
+        if views <= LARGE:
+            starts.append(keyed_permutation(views, seed, 4))
     best, best_cost = starts[0], None
     for number, start in enumerate(starts):
         order = search.anneal(
             start, slots, proposals=proposals(views, 10_000, 600_000), heat=0.3 if views <= LARGE else 0.05,
-            key=(seed, 5, number), free_ranks=True, period=steps,
+            key=(seed, 5, number), free_ranks=not local, period=steps,
         )  # fmt: skip
         cost = search.cost(order, slots, steps)
         if best_cost is None or cost < best_cost:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from odin_nerfstudio.planning.shards import assign, divide
+from odin_nerfstudio.planning.shards import assign, divide, parts_for
 from odin_nerfstudio.runtime.frontier import TaskPlan
 from odin_nerfstudio.runtime.recording import Overheads, Recording, ViewSets
 from odin_nerfstudio.runtime.stage_costs import StageCosts
@@ -75,13 +75,14 @@ class Cut:
         steps: Those of the plan by which ranks are chosen, where the plan does not know the views of a rank.
         """
         self.scene, self.ranks = sharded.scene, ranks
-        tree = divide(sharded.means, ranks, self.scene.row_sizes)
+        parts = parts_for(ranks, len(sharded.means), getattr(plan, "local", False))
+        tree = divide(sharded.means, parts, self.scene.row_sizes)
         part = tree.owner(sharded.means)
-        affinity = np.zeros((ranks, ranks))
+        affinity = np.zeros((parts, ranks))
         for rank, views in enumerate(_views_of_ranks(plan, ranks, steps)):
             for view in views[:: max(1, len(views) // _SAMPLE_VIEWS)]:
                 sets = self.scene.sets[view]
-                affinity[:, rank] += np.bincount(part[sets.active], weights=sets.counts, minlength=ranks)
+                affinity[:, rank] += np.bincount(part[sets.active], weights=sets.counts, minlength=parts)
         self.owner = tree.for_ranks(assign(affinity)).owner(sharded.means)
         """Rank that owns each row. [rows]"""
         self._local = np.empty(self.scene.rows, np.int32)

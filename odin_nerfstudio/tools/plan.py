@@ -29,8 +29,8 @@ class PlanCommand:
     """Devices to plan for."""
     views_per_step: int | None = None
     """Views per optimizer step over all devices. Default: one for each device."""
-    order: Literal["rlg", "random"] = "rlg"
-    """Order of the plan that is drawn, saved and judged; the table always compares both."""
+    order: Literal["rlg", "local", "random"] = "rlg"
+    """Order of the plan that is drawn, saved and judged, see --pipeline.odin.order; others are in the table, too."""
     seed: int = 0
     """Seed of the plan."""
     max_delay: int = 2

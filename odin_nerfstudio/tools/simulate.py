@@ -34,8 +34,8 @@ class SimulateCommand:
         default_factory=lambda: ["barrier", "quality", "throughput"]
     )
     """Modes. Barrier is always simulated too, since the others are compared to it."""
-    order: list[Literal["rlg", "random"]] = field(default_factory=lambda: ["rlg", "random"])
-    """Orders of the views."""
+    order: list[Literal["rlg", "local", "random"]] = field(default_factory=lambda: ["rlg", "random"])
+    """Orders of the views, see --pipeline.odin.order."""
     speed: float = 1.0
     """How many times as fast as recorded the devices compute; messages stay as large. Say 30 for a GPU after one CPU
     core."""

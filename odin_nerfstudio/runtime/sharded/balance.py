@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from odin_nerfstudio.planning.shards import assign, divide, imbalance
+from odin_nerfstudio.planning.shards import assign, divide, imbalance, parts_for
 from odin_nerfstudio.runtime.evidence import EvidenceStore
 from odin_nerfstudio.runtime.sharded.moves import RowMoves
 from odin_nerfstudio.runtime.store import RowTable
@@ -28,9 +28,13 @@ SAMPLE = 4096
 class Balance:
     """Keeps the shards of all ranks about equal. Make it right after the engine, on every rank."""
 
-    def __init__(self, engine: ShardedEngine, limit: float) -> None:
-        """limit: By how much the largest shard may exceed the mean."""
-        self._engine, self.limit = engine, limit
+    def __init__(self, engine: ShardedEngine, limit: float, local: bool = False) -> None:
+        """
+        Args:
+            limit: By how much the largest shard may exceed the mean.
+            local: See `planning.shards.parts_for`.
+        """
+        self._engine, self.limit, self._local = engine, limit, local
         self.moves = RowMoves(engine)
 
     def keep(self, state: MutableMapping[str, Any], version: int) -> bool:
@@ -51,12 +55,13 @@ class Balance:
         points = np.concatenate(samples)
         if len(points) < ranks:
             return False
-        tree = divide(points, ranks, np.concatenate(weights))
+        count = parts_for(ranks, len(points), self._local)
+        tree = divide(points, count, np.concatenate(weights))
         part = tree.owner(points)
-        held = np.zeros((ranks, ranks))
+        held = np.zeros((count, ranks))
         parts = np.split(part, np.cumsum([len(s) for s in samples])[:-1])
         for rank, (mine, weight) in enumerate(zip(parts, weights)):
-            held[:, rank] = np.bincount(mine, weights=weight, minlength=ranks)
+            held[:, rank] = np.bincount(mine, weights=weight, minlength=count)
         target = torch.from_numpy(tree.for_ranks(assign(held)).owner(means.cpu().numpy())).to(means.device)
         tensors = row_tensors(engine.table)
         parts = self.moves.exchange(target, [owner.ids, *tensors.values()])

@@ -77,6 +77,7 @@ class ShardedEngine(Rank):
         is_fence: Callable[[int], bool] = lambda step: False,
         start_step: int = 0,
         imbalance: float = 0.2,
+        local: bool = False,
         view_tables: Sequence[RowTable] = (),
         pose_backward: PoseBackward | None = None,
     ) -> None:
@@ -85,6 +86,7 @@ class ShardedEngine(Rank):
             ids: Place in the whole model of each row of the table, ascending. [n] int32, on any device.
             is_fence: Whether something looks at the state of all rows after a step.
             imbalance: At a structural step rows change hands if the largest shard exceeds the mean by more than this.
+            local: The plan keeps ranks to their parts of the scene; shards follow, see `planning.shards.parts_for`.
             view_tables: Parameters of views, a row for each. Every rank holds all of them.
             pose_backward: Where poses are among them, see `view_rows`.
 
@@ -127,7 +129,7 @@ class ShardedEngine(Rank):
             self.views,
         )
         self.frontier = cast(Frontier, self.owner)
-        self.balance = Balance(self, imbalance)
+        self.balance = Balance(self, imbalance, local)
         self.changing = False
         """Rows are being changed by a structural step; no picture can be made."""
         self._service = Service(self.transport, self._take_and_advance, table.device)

@@ -6,8 +6,8 @@ RECORDING is the folder of an ``odin-simulate record``. Every recording is simul
 with InfiniBand and PCIe with 100 Gbit/s Ethernet, in nodes of 8. The baseline is mode ``barrier``: owners project all
 views of a step, exchange all to all, render, exchange all to all. ``random`` is the same in random order, as Grendel
 trains; ``strips`` spreads the pixels of a step evenly over all ranks at no cost, the best that splitting views into
-strips could do; ``nearby`` gives the views of each step to the ranks that own most of what they see. Tables, a plot and
-all figures are written.
+strips could do; ``nearby`` gives the views of each step to the ranks that own most of what they see; in ``local`` order ranks keep to
+their parts of the scene, and shards follow. Tables, a plot and all figures are written.
 """
 
 from __future__ import annotations
@@ -154,14 +154,14 @@ class Study:
         self.options, self.name, self.sharded, self.rows = options, name, sharded, known
 
     def row(self, fabric: str, ranks: int, kind: str, device: Device, case: str = "") -> dict[str, Any]:
-        """Figures of one simulation. kind: a mode, or barrier/throughput with ``random`` or ``strips``."""
+        """Figures of one simulation. kind: a mode, or a mode with what is other."""
         key = {"scene": self.name, "fabric": fabric, "ranks": ranks, "kind": kind, "case": case}
         key |= {**vars(device), "steps": self.options.steps}
         for row in self.rows:
             if all(row[k] == v for k, v in key.items()):
                 return row
         mode, _, more = kind.partition(", ")
-        order: Order = "random" if more == "random" else "rlg"
+        order: Order = "random" if more == "random" else "local" if more == "local" else "rlg"
         scene, setup = device.scene(self.sharded), self._setup(ranks, FABRICS[fabric], device)
         plan: Any = plan_of(scene.scene, setup, order)
         if more == "nearby":
@@ -232,7 +232,7 @@ class Study:
 
 def kinds_at(options: Options, ranks: int) -> list[str]:
     """What is simulated at a number of ranks."""
-    kinds = [*MODES, "barrier, random"]
+    kinds = [*MODES, "barrier, random", *(f"{mode}, local" for mode in MODES)]
     if ranks <= options.replicated:
         kinds += [f"{mode}, replicated" for mode in MODES]
     others = [f"{mode}, {what}" for what in ("strips", "nearby") for mode in ("barrier", "throughput")]
@@ -274,7 +274,7 @@ def main() -> None:
                     options.json.write_text(json.dumps(rows, indent=1))
             if options.what_decides and number == 0:
                 for case, other in cases(device).items():
-                    for kind in ("barrier", "throughput"):
+                    for kind in ("barrier", "throughput", "barrier, random", "barrier, local", "throughput, local"):
                         study.row(fabric, options.what_decides, kind, other, case)
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=1))

@@ -6,8 +6,8 @@ RECORDING is the folder of an ``odin-simulate record``. Every recording is simul
 with InfiniBand and PCIe with 100 Gbit/s Ethernet, in nodes of 8. The baseline is mode ``barrier``: owners project all
 views of a step, exchange all to all, render, exchange all to all. ``random`` is the same in random order, as Grendel
 trains; ``strips`` spreads the pixels of a step evenly over all ranks at no cost, the best that splitting views into
-strips could do; ``nearby`` gives the views of each step to the ranks that own most of what they see; in ``local`` order ranks keep to
-their parts of the scene, and shards follow. Tables, a plot and all figures are written.
+strips could do; ``nearby`` gives the views of each step to the ranks that own most of what they see; in ``local`` order
+ranks keep to their parts of the scene, and shards follow. Tables, a plot and all figures are written.
 """
 
 from __future__ import annotations

@@ -50,6 +50,8 @@ class Options:
     """Stretches of each mode."""
     share: float = 0.3
     """Share of the compute time that a barrier's exchange takes on the slower link."""
+    order: str | None = None
+    """Order of the views; None: that of each placement."""
     parts: list[str] = field(default_factory=lambda: ["memory", "bytes", "modes"])
     """What to measure."""
     checkpoint: Path | None = None
@@ -86,7 +88,7 @@ def enlarged(checkpoint: Path, count: int, folder: Path) -> Path:
 
 def job_of(options: Options, checkpoint: Path, placement: str, lanes: int, **more: Any) -> dict[str, Any]:
     """What a worker is to do."""
-    common = {"scene": str(options.scene), "checkpoint": str(checkpoint), "order": "rlg", "skew_ms": 0.0}
+    common = {"scene": str(options.scene), "checkpoint": str(checkpoint), "order": options.order, "skew_ms": 0.0}
     common |= {"downscales": options.downscales, "placement": placement, "lanes": lanes, "modes": ["quality"]}
     return common | {"steps": options.steps, "repeats": 1} | more
 

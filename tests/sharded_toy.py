@@ -65,6 +65,8 @@ class Run(Toy):
     refine_every: int = 6
     reset_every: int = 9
     imbalance: float = 0.2
+    local: bool = False
+    """Several parts of space for each rank, where rows change hands."""
     watch: bool = False
     """Pictures are asked for meanwhile."""
     stop_at: int = -1
@@ -295,7 +297,7 @@ def sharded(run: Run, transport: Any) -> ShardedEngine:
     table = make_table(scene, lambda: holder[0].owner.total)
     engine = ShardedEngine(
         ToyPlan(run, transport.world_size), table, ids.int(), run.primitives, scene, transport, policy_of(run), options,
-        scene.structural, imbalance=run.imbalance,
+        scene.structural, imbalance=run.imbalance, local=run.local,
     )  # fmt: skip
     holder.append(engine)
     engine.requests = requests = Requests(engine, colored)  # type: ignore[attr-defined]

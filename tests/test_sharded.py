@@ -54,7 +54,7 @@ RUNS = {
         "usual-quality": dc.replace(USUAL, jitter=0.003, lookahead=1, imbalance=0.02, scattered=True, watch=True),
         "other-barrier": dc.replace(OTHER, mode="barrier"),
         "copied-quality": dc.replace(COPIED, jitter=0.003, imbalance=0.02, lookahead=1),
-        "flat-quality": dc.replace(FLAT, jitter=0.003, imbalance=0.02, scattered=True),
+        "flat-quality": dc.replace(FLAT, jitter=0.003, imbalance=0.02, scattered=True, local=True),
         "late": dc.replace(COPIED, mode="throughput", jitter=0.003, max_overlap=0.8, max_impact=0.3),
     },
     4: {

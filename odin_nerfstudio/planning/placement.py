@@ -20,7 +20,7 @@ from odin_nerfstudio.planning.shards import assign, divide, parts_for
 from odin_nerfstudio.planning.tracks import FRUSTA, Tracks
 
 if TYPE_CHECKING:
-    from odin_nerfstudio.planning.schedule import Plan
+    from odin_nerfstudio.planning.schedule import Order, Plan
 
 GROWTH = 24
 """Primitives for each seed point, unless told. Measured after 2,000 steps (docs/results.md): 14 on caliterra, from
@@ -172,6 +172,7 @@ class PlacementAdvice:
         footprint: What views see.
         memory: By placement, for the plan's ranks.
         link: What a step sends.
+        order: Of the views, where primitives are sharded.
     """
 
     wish: Wish
@@ -181,6 +182,7 @@ class PlacementAdvice:
     footprint: Footprint
     memory: dict[Placement, RankMemory]
     link: LinkBytes
+    order: Order
 
     def most(self, placement: Placement) -> int:
         """Primitives of the largest model that fits, with the plan's ranks."""
@@ -259,7 +261,7 @@ class PlacementAdvice:
             ("fits up to", ", ".join(f"{p} {about(self.most(p))}" for p in self.memory)
                            + f" primitives on {self.ranks} devices"),
             ("a view sees", f"{self.footprint.visible:.1%} of the primitives ({self._seen_by()}), "
-                            f"{self.footprint.far:.0%} of that owned elsewhere if sharded"),
+                            f"{self.footprint.far:.0%} of that owned elsewhere if sharded ({self.order} order)"),
             ("sent per step, all devices", both("bytes_per_step", 1e6, "MB")
                                            + f", dense all-reduce {n['dense_bytes_per_step'] / 1e6:,.2f} MB"),
         ]  # fmt: skip
@@ -289,12 +291,13 @@ def seed_points(tracks: Tracks) -> tuple[int, str]:
     return tracks.points, f"{tracks.points:,} seed points"
 
 
-def advise(tracks: Tracks, plan: Plan, wish: Wish) -> PlacementAdvice:
+def advise(tracks: Tracks, plan: Plan, wish: Wish, sharded: Plan | None = None) -> PlacementAdvice:
     """What fits and what travels, for a plan.
 
     Args:
         tracks: The observations that the plan was made from.
         plan: The plan.
+        sharded: The plan where primitives are sharded, if it is another one.
         wish: Memory, and what else is known of the run.
 
     Raises:
@@ -312,7 +315,7 @@ def advise(tracks: Tracks, plan: Plan, wish: Wish) -> PlacementAdvice:
     views = [plan.views_of_step(step) for step in range(steps)]
     found = Footprints.of(tracks, np.concatenate(views))
     seen = found.visible() if wish.visible is None else wish.visible
-    footprint = Footprint(seen, found.far(plan))
+    footprint = Footprint(seen, found.far(sharded or plan))
     touched = min(1.0, max(seen, found.touched(views)))
     shapes: dict[Placement, RunShape] = {
         placement: RunShape(
@@ -324,5 +327,5 @@ def advise(tracks: Tracks, plan: Plan, wish: Wish) -> PlacementAdvice:
     return PlacementAdvice(
         wish, plan.ranks, primitives, source, footprint,
         {placement: memory.rank_memory(shape, footprint, plan.views) for placement, shape in shapes.items()},
-        memory.link_bytes(shapes["sharded"], footprint, touched),
+        memory.link_bytes(shapes["sharded"], footprint, touched), (sharded or plan).order,
     )  # fmt: skip

@@ -175,12 +175,14 @@ def make_report(
             diversity=diversity,
         )  # fmt: skip
 
-    planned = {"rlg": plan("rlg", seed)} | ({"local": plan("local", seed)} if order == "local" else {})
+    planned = {"rlg": plan("rlg", seed)}
+    if order == "local" or (order == "rlg" and wish is not None):  # it is what sharded primitives are trained in
+        planned["local"] = plan("local", seed)
     randoms = [plan("random", seed + k) for k in range(RANDOM_SEEDS)]
-    predictions = {kind: predict(p) for kind, p in planned.items()}
+    predictions = {kind: predict(p) for kind, p in planned.items() if kind in ("rlg", order)}
     random_predictions = [predict(p) for p in randoms]
     chosen = planned.get(order, randoms[0])
-    placement = None if wish is None else advise(tracks, chosen, wish)
+    placement = None if wish is None else advise(tracks, chosen, wish, planned.get("local"))
     seconds = time.perf_counter() - start
     return Report(
         tracks=tracks, rlg=rlg, plan=chosen, random=randoms[0],

@@ -31,7 +31,7 @@ from odin_nerfstudio.simulation.scene import Scene, scene_of
 NEVER = 1e9
 """A limit that nothing reaches."""
 LIMITS: dict[str, DelayLimits] = {
-    "0.1, delay 1": DelayLimits(max_overlap=0.1, max_delay=1),
+    "max_overlap 0.1": DelayLimits(max_overlap=0.1),
     "max_overlap 0.3": DelayLimits(max_overlap=0.3),
     "default": DelayLimits(),
     "max_overlap 1": DelayLimits(max_overlap=1.0),

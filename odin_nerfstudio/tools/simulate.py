@@ -34,8 +34,8 @@ class SimulateCommand:
         default_factory=lambda: ["barrier", "quality", "throughput"]
     )
     """Modes. Barrier is always simulated too, since the others are compared to it."""
-    order: list[Literal["rlg", "local", "random"]] = field(default_factory=lambda: ["rlg", "random"])
-    """Orders of the views, see --pipeline.odin.order."""
+    order: list[Literal["rlg", "local", "random"]] | None = None
+    """Orders of the views, see --pipeline.odin.order. Default: rlg and random; sharded also local, which is its own."""
     speed: float = 1.0
     """How many times as fast as recorded the devices compute; messages stay as large. Say 30 for a GPU after one CPU
     core."""
@@ -99,9 +99,10 @@ class SimulateCommand:
                 turn_lanes=self.turn_lanes,
             )  # fmt: skip
             if sharded is None:
-                outcomes = compare(scene, setup, self.mode, self.order)
+                outcomes = compare(scene, setup, self.mode, self.order or ["rlg", "random"])
             else:
-                outcomes = compare_sharded(sharded, setup, self.mode, self.order)
+                orders = self.order or ["local", "rlg", "random"]
+                outcomes = compare_sharded(sharded, setup, self.mode, orders)
             rows += [{**row, "placement": self.placement} for row in table_rows(name, scene, setup, outcomes)]
             assumptions += [a for a in setup.assumptions() if a not in assumptions]
         print_table(f"{name}: {self.ranks} devices, {self.placement}", rows, assumptions)

@@ -108,11 +108,14 @@ def test_everything_arrives_and_modes_are_ordered() -> None:
     outcomes = compare_sharded(sharded, setup, orders=["rlg"])
     times = [o.seconds for o in outcomes]
     assert times[1] <= times[0] * 1.001 and times[2] <= times[1] * 1.02
+    assert 0 < outcomes[2].delayed <= outcomes[2].tasks  # each view once, however many owners read late for it
     for outcome in outcomes:
         assert outcome.tasks == 4 * outcome.steps and outcome.packets[0] == outcome.packets[1]
         assert max(b + w for b, w in zip(outcome.busy, outcome.wait)) <= outcome.seconds * (1 + 1e-9)
     plan = plan_of(sharded.scene, setup, "rlg")
     assert simulate_sharded(sharded, plan, setup, "throughput", "rlg") == outcomes[2]
+    (local,) = compare_sharded(sharded, setup, ["barrier"], ["local"])
+    assert local.sent < outcomes[0].sent  # ranks own more of what they see
 
 
 def test_structural_steps_are_fences() -> None:

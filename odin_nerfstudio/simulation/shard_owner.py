@@ -96,13 +96,8 @@ class SimulatedOwner(Owner):
         """Most memory for copies, graphs and staged gradients at a time. [bytes]"""
         self.worked = 0.0
         """Time of projections and back-projections. [s]"""
-
-    @property
-    def delayed(self) -> int:
-        """Projections with rows that are read late."""
-        return self._delayed
-
-    _delayed = 0
+        self.late: set[tuple[int, int]] = set()
+        """Step and lane of projections with rows that are read late."""
 
     def _rows_of(self, staged: OwnerStaging, number: int) -> float:
         sets = self._shard.sets[staged.views[number]]
@@ -145,7 +140,8 @@ class SimulatedOwner(Owner):
         late = self.telemetry.record(staged.step).delayed
         before = len(late)
         super()._try(staged, number)
-        self._delayed += len(late) - before
+        if len(late) > before:
+            self.late.add((staged.step, number))
 
     def _note_memory(self) -> None:
         used = _ROW_BYTES * self._copied + _STAGED_BYTES * self.waiting_rows() * float(self._shard.row_sizes.mean())

@@ -104,7 +104,7 @@ def simulate_sharded(
         waits=dict(sorted(waits.items())),
         compute=tuple(rank.rendered for rank in ranks),
         sent=sum(rank.sent for rank in ranks),
-        delayed=sum(rank.owner.delayed for rank in ranks),
+        delayed=len(set().union(*(rank.owner.late for rank in ranks))),
         reduced=False,
         busy=tuple(rank.busy for rank in ranks),
         packets=(sum(r.packets_out for r in ranks), sum(r.packets_in for r in ranks)),

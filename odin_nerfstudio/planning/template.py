@@ -76,7 +76,7 @@ def make_template(
     for number, start in enumerate(starts):
         order = search.anneal(
             start, slots, proposals=proposals(views, 10_000, 600_000), heat=0.3 if views <= LARGE else 0.05,
-            key=(seed, 5, number), free_ranks=not local, period=steps,
+            key=(seed, 5, number), free_ranks=not local, period=0 if local else steps,
         )  # fmt: skip
         cost = search.cost(order, slots, steps)
         if best_cost is None or cost < best_cost:

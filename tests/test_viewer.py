@@ -145,6 +145,14 @@ def final_frame(browser: Browser, path: Path) -> np.ndarray:
     return frames[-1]
 
 
+def coarse(frame: np.ndarray) -> np.ndarray:
+    """Means of blocks of the scene: on a busy machine viser draws with fewer pixels than the page has, by its own
+    judgement of every moment. Left of the panel, whose tab "Odin" a training has only; below the title. [H, W, 3]."""
+    scene = frame[60:, :464].astype(float)
+    rows, columns = scene.shape[0] // 16, scene.shape[1] // 16
+    return scene[: 16 * rows, : 16 * columns].reshape(rows, 16, columns, 16, 3).mean((1, 3))
+
+
 def drag(browser: Browser) -> None:
     """Turns the camera with the mouse."""
     browser.command("Input.dispatchMouseEvent", type="mousePressed", x=150, y=300, button="left", buttons=1)
@@ -207,8 +215,7 @@ def test_viewer_of_a_training_and_of_its_result(tmp_path: Path) -> None:
             loaded = final_frame(browser, tmp_path / "loaded.png")
         viewer.interrupt()
     assert loaded.shape == trained.shape
-    # the checkpoint looks as the model did; beside the scene is the panel, whose tab "Odin" a training has only
-    assert np.abs(loaded.astype(int) - trained)[60:, :470].mean() < 1
+    assert np.abs(coarse(loaded) - coarse(trained)).mean() < 3 < np.abs(coarse(before) - coarse(trained)).mean()
 
 
 def test_tab_odin_and_its_outputs_on_two_ranks(tmp_path: Path) -> None:

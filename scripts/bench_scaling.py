@@ -16,7 +16,7 @@ import json
 import statistics
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import numpy as np
 import tyro
@@ -24,7 +24,7 @@ from bench_quality import put_between_marks
 from bench_sync import REPOSITORY
 from scaling_tables import plot, tables
 
-from odin_nerfstudio.planning.schedule import Order, Plan
+from odin_nerfstudio.planning.schedule import ORDERS, Order, Plan
 from odin_nerfstudio.planning.shards import assign
 from odin_nerfstudio.runtime.recording import load_recording
 from odin_nerfstudio.runtime.shadow import Task
@@ -161,7 +161,7 @@ class Study:
             if all(row[k] == v for k, v in key.items()):
                 return row
         mode, _, more = kind.partition(", ")
-        order: Order = "random" if more == "random" else "local" if more == "local" else "rlg"
+        order: Order = cast(Order, more) if more in ORDERS else "rlg"
         scene, setup = device.scene(self.sharded), self._setup(ranks, FABRICS[fabric], device)
         plan: Any = plan_of(scene.scene, setup, order)
         if more == "nearby":

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 from runtime_toy import same
-from sharded_toy import Run, collected, replicated, run_sharded
+from sharded_toy import Run, collected, replicated, run_sharded, sharded
 from sharded_toy import dataclasses as dc
 
 from odin_nerfstudio.planning.shards import assign, divide, imbalance, parts_for
+from odin_nerfstudio.runtime.row_watch import CONFLICTS
 from odin_nerfstudio.runtime.sharded.numbering import SEGMENTS, Masks, new_ids
+from odin_nerfstudio.runtime.sharded.owner import Owner
 from odin_nerfstudio.runtime.sharded.packets import (
     GradientPacket,
     SplatPacket,
@@ -22,6 +24,7 @@ from odin_nerfstudio.runtime.sharded.packets import (
     encode_gradients,
     encode_splats,
 )
+from odin_nerfstudio.runtime.sharded.staging import OwnerStaging
 from odin_nerfstudio.runtime.transport import LocalTransport
 
 USUAL = Run(primitives=300)
@@ -98,6 +101,26 @@ def test_densification_happens(expected: dict[str, dict[str, torch.Tensor]]) -> 
     assert len(expected["usual"]["means"]) != USUAL.primitives
     assert len(expected["copied"]["means"]) > COPIED.primitives
     assert len(expected["flat"]["means"]) != FLAT.primitives
+
+
+def test_only_pending_rows_count_as_conflicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a gate is closed, other rows that have not been published yet are none that the view waits for."""
+    attempt, found = Owner._try, []
+
+    def watched(owner: Owner, staged: OwnerStaging, number: int) -> None:
+        owner.watch.values(CONFLICTS, owner.low)  # somebody looks
+        known = len(owner.watch._refused)
+        attempt(owner, staged, number)
+        if len(owner.watch._refused) > known:
+            ids, waits = owner._candidate_ids(staged, number).long(), owner.watch._refused[staged.step, number]
+            earlier = [owner.staging(step).pending for step in range(owner.low, staged.step)]
+            counts = [pending[0][ids] for pending in earlier if pending is not None]
+            found.append((waits, torch.stack(counts).sum(0) > 0))
+
+    monkeypatch.setattr(Owner, "_try", watched)
+    sharded(dc.replace(USUAL, lanes=3), LocalTransport())
+    assert len(found) > 5 and any(bool(waits.any()) and not bool(waits.all()) for waits, _ in found)
+    assert all(torch.equal(waits, pending) for waits, pending in found)
 
 
 def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:

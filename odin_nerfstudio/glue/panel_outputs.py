@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -32,7 +33,7 @@ _DIM = 0.55
 """Brightness of primitives that have nothing to show, so that the scene stays recognizable."""
 
 
-class RowColors:
+class RowColors(ABC):
     """Adds the outputs to what the viewer's render threads get from a model."""
 
     def __init__(self, model: OdinSplats, viewer: Viewer) -> None:
@@ -43,6 +44,7 @@ class RowColors:
         panel = self._viewer.control_panel
         return {panel.output_render, *([panel.split_output_render] if panel.split else [])} & OUTPUTS.keys()
 
+    @abstractmethod
     def choose(self, watched: bool) -> None:
         """Has the runtime count what is shown, or nothing. watched: a browser is connected."""
 
@@ -70,9 +72,9 @@ class RowColors:
         self._recolor(twin, OUTPUTS[name])
         return twin.get_outputs(camera)["rgb"]  # type: ignore[return-value]
 
+    @abstractmethod
     def _recolor(self, twin: OdinSplats, kind: str) -> None:
         """Give a twin the colours that show something."""
-        raise NotImplementedError
 
 
 class ReplicaColors(RowColors):
@@ -95,6 +97,9 @@ class ReplicaColors(RowColors):
 
 class ShardColors(RowColors):
     """Where primitives are sharded: owners paint their own, and count while they are asked for it."""
+
+    def choose(self, watched: bool) -> None:
+        """Nothing: asking an owner for a picture has it count."""
 
     def _recolor(self, twin: OdinSplats, kind: str) -> None:
         twin.remote = partial(cast(Any, twin).remote, shows=kind)  # type: ignore[attr-defined]

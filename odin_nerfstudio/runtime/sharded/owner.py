@@ -159,7 +159,9 @@ class Owner:
         )
         decision = self.policy.decide(gate)
         if not decision.open:
-            self.watch.refused(step, number, ids)
+            if decision.rows and self.watch.asks(step, number):
+                self._publish_some(step)  # else rows that nobody is pending on would look late, too
+                self.watch.refused(step, number, ids)
             return
         if self.low < step:
             self._publish_some(step)

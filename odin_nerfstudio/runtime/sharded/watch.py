@@ -38,9 +38,13 @@ class OwnerWatch:
             self._rows.wanted = False
         self._rows.begin()
 
+    def asks(self, step: int, lane: int) -> bool:
+        """Whether it matters that a lane's gate was found closed: counting, and for the first time."""
+        return self.active and (step, lane) not in self._refused
+
     def refused(self, step: int, lane: int, ids: Tensor) -> None:
-        """A lane's gate was found closed. ids: rows that it can read. [n] int32."""
-        if self.active and (step, lane) not in self._refused:
+        """A lane waits for rows; all others are published. ids: rows that it can read. [n] int32."""
+        if self.asks(step, lane):
             self._refused[step, lane] = self._rows.behind(ids, step)
 
     def projected(self, step: int, lane: int, ids: Tensor) -> None:
